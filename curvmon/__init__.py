@@ -1,0 +1,22 @@
+"""Curvature between the layers of a network, measured while it trains."""
+
+from curvmon.curvature.exact import exact
+from curvmon.curvature.measure import measure
+from curvmon.errors import CurvmonError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
+from curvmon.types import ExactMeasurement, Measurement, Pair
+from curvmon.version import __version__
+
+__all__ = [
+    "CurvmonError",
+    "DoubleBackwardError",
+    "ExactMeasurement",
+    "InputError",
+    "LossError",
+    "Measurement",
+    "NodeError",
+    "NonFiniteError",
+    "Pair",
+    "__version__",
+    "exact",
+    "measure",
+]

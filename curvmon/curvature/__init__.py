@@ -1,0 +1,1 @@
+"""Curvature of a torch model. Knows no Trainer."""

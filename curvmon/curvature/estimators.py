@@ -1,0 +1,226 @@
+"""R, C, D and GN-Gap of all pairs, with standard errors, from products alone.
+
+Three phases, all of them counted: a random sketch finds the leading directions of every node; the shared basis is
+refined until the spectral norms have settled; random probes estimate the rest until every error is below `rtol`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvmon.curvature.metrics import Matrices, Norms, pair_metrics
+from curvmon.curvature.operators import BlockOperator
+from curvmon.curvature.probes import PARTS, RestSamples, Term, rademacher
+from curvmon.curvature.subspace import Captured, Leading, SharedBasis, products
+from curvmon.errors import InputError
+from curvmon.types import Metric
+
+# A node this small is measured exactly: its whole space costs no more than a basis and the probes would.
+SMALL_NODE = 12
+FIRST_PROBES = 8
+PRODUCTS_PER_NODE = 400
+"""Limit without `max_hvps`; 5 % needs it only for blocks whose rest is dominated by very few directions."""
+
+
+class Block(NamedTuple):
+    """What the bases know of one pair v <= w."""
+
+    captured: Captured
+    leading: Leading
+    asymmetry: float
+
+
+class Estimate(NamedTuple):
+    matrices: Matrices
+    hvps: int
+    notes: list[str]
+
+
+class PairEstimator:
+    """Spends products of a `BlockOperator` on the four metrics of all pairs."""
+
+    def __init__(
+        self,
+        operator: BlockOperator,
+        names: tuple[str, ...],
+        *,
+        rtol: float,
+        max_hvps: int | None,
+        generator: torch.Generator,
+    ) -> None:
+        if not rtol > 0:
+            raise InputError(f"rtol must be positive, not {rtol}")
+        self._operator = operator
+        self._names = names
+        self._rtol = rtol
+        self._generator = generator
+        self._n = len(operator.templates)
+        self._price = 2 if operator.has_gauss_newton else 1
+        least = 5 * self._n * self._price
+        if max_hvps is not None and max_hvps < least:
+            raise InputError(
+                f"max_hvps={max_hvps} is too few for {self._n} nodes: at least {least} products are needed "
+                f"(two directions and three probes per node, for the Hessian and its Gauss-Newton part); "
+                f"raise it or choose fewer nodes"
+            )
+        self._limit = PRODUCTS_PER_NODE * self._n if max_hvps is None else max_hvps
+        self._limited_by_user = max_hvps is not None
+        self._spent = 0
+        self._eps = torch.finfo(operator.templates[0].dtype).eps
+        self._basis = SharedBasis(operator)
+        self._rest = RestSamples(operator, self._basis)
+        self._blocks: dict[tuple[int, int], Block] = {}
+
+    def run(self) -> Estimate:
+        self._build_basis()
+        self._refine_basis()
+        self._blocks = {pair: self._block(*pair) for pair in self._pairs()}
+        return self._probe_until_sure()
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        return [(v, w) for v in range(self._n) for w in range(v, self._n)]
+
+    def _afford(self, wanted: int, share: float) -> int:
+        """How many of `wanted` columns per node fit into this share of the whole budget; one at least."""
+        return max(1, min(wanted, int(share * self._limit / (self._n * self._price))))
+
+    def _build_basis(self) -> None:
+        """Sketch every node with random probes, keep the leading directions of what arrives at each node."""
+        sketches = self._afford(max(2, -(-4 // self._n)), 1 / 8)
+        columns = self._afford(max(6, 2 * self._n), 3 / 8)
+        small = [t.numel() <= min(SMALL_NODE, self._afford(SMALL_NODE, 3 / 4)) for t in self._operator.templates]
+        arrived: dict[int, list[Tensor]] = defaultdict(list)
+        for w, template in enumerate(self._operator.templates):
+            if all(small):
+                break
+            count = min(sketches, template.numel())
+            z = torch.stack([rademacher(template, self._generator) for _ in range(count)], dim=1)
+            images = products(self._operator, w, z)
+            self._spent += self._price * count
+            for v, hessian in enumerate(images.hessian):
+                arrived[v].append(hessian)
+                if images.gauss_newton is not None:
+                    remainder = hessian - images.gauss_newton[v]
+                    # below that, T is rounding and its directions are noise
+                    if remainder.norm() > 1e3 * self._eps * hessian.norm():
+                        arrived[v].append(remainder)
+        for v in range(self._n):
+            if small[v]:
+                self._spent += self._basis.complete(v)
+            else:
+                self._spent += self._extended(v, torch.cat(arrived[v], dim=1), columns)
+
+    def _extended(self, v: int, candidates: Tensor, most: int) -> int:
+        """Extend the basis; a node on which nothing arrives gets one random direction, so that zero is seen as zero."""
+        if not candidates.any():
+            candidates = rademacher(self._operator.templates[v], self._generator).unsqueeze(1)
+        return self._basis.extend(v, candidates, most)
+
+    def _refine_basis(self) -> None:
+        """Add the missing part of the leading singular vectors, worst pair first, until all spectral norms settle."""
+        while True:
+            leading = {pair: self._basis.leading(*pair) for pair in self._pairs()}
+            unsettled = [pair for pair in self._pairs() if leading[pair].doubt > self._rtol / 4]
+            # half of the budget is for the probes
+            affordable = int((self._limit / 2 - self._spent) / self._price)
+            wanted: dict[int, list[Tensor]] = defaultdict(list)
+            for v, w in sorted(unsettled, key=lambda pair: -leading[pair].doubt):
+                for node, missing in {v: leading[v, w].at_row, w: leading[v, w].at_col}.items():
+                    if missing is not None and affordable > 0:
+                        wanted[node].append(missing)
+                        affordable -= 1
+            before = self._spent
+            for v, candidates in wanted.items():
+                self._spent += self._basis.extend(v, torch.stack(candidates, dim=1), len(candidates))
+            if self._spent == before:
+                return
+
+    def _block(self, v: int, w: int) -> Block:
+        captured = self._basis.captured(v, w)
+        return Block(captured, self._basis.leading(v, w), self._basis.asymmetry(v, w))
+
+    def _probe_until_sure(self) -> Estimate:
+        open_nodes = [v for v in range(self._n) if not self._basis.is_complete(v)]
+        first = max(3, min(FIRST_PROBES, (self._limit - self._spent) // max(1, self._price * len(open_nodes))))
+        wanted = {v: first for v in open_nodes}
+        while True:
+            for v, count in wanted.items():
+                for _ in range(count):
+                    self._spent += self._rest.add(v, self._generator)
+            matrices = self._assemble()
+            unsure = self._unsure(matrices)
+            wanted = {v: -(-self._rest.count(v) // 2) for v in open_nodes if v in unsure}
+            if not wanted:
+                return Estimate(matrices, self._spent, [])
+            if self._spent + self._price * sum(wanted.values()) > self._limit:
+                why = "max_hvps" if self._limited_by_user else f"{PRODUCTS_PER_NODE} products per node"
+                note = f"stopped at {why} before every standard error was below rtol={self._rtol:g}"
+                return Estimate(matrices, self._spent, [note])
+
+    def _unsure(self, matrices: Matrices) -> set[int]:
+        """Nodes at which more probes would help: their pairs have errors above the tolerance."""
+        unsure: set[int] = set()
+        for v, w in self._pairs():
+            for metric in ("resonance", "coupling", "gn_gap"):
+                value, error = matrices.get(metric, v, w), matrices.get(f"stderr/{metric}", v, w)
+                # a gap far below one need not be known to 5 % of itself
+                scale = max(value, self._rtol) if metric == "gn_gap" else value
+                if error > self._rtol * scale and math.isfinite(scale):
+                    unsure.update((v, w))
+        return unsure
+
+    def _norms(self, v: int, w: int) -> Norms:
+        block = self._blocks[v, w]
+        hessian, gauss_newton, remainder = (
+            captured + self._rest.mean(part, v, w) for part, captured in zip(PARTS, block.captured)
+        )
+        return Norms(hessian, gauss_newton, remainder, block.leading.norm)
+
+    def _assemble(self) -> Matrices:
+        matrices = Matrices(self._names)
+        norms = {(v, w): self._norms(v, w) for v, w in self._pairs()}
+        for (v, w), pair in norms.items():
+            own = norms[v, v].hessian, norms[w, w].hessian
+            matrices.put_metrics(v, w, pair_metrics(pair, *own, self._eps, diagonal=v == w), pair)
+            for metric, error in self._errors(v, w, pair, *own).items():
+                matrices.put_error(metric, v, w, error)
+        return matrices
+
+    def _errors(self, v: int, w: int, norms: Norms, row: float, col: float) -> dict[Metric, float]:
+        """Standard errors by the delta method, plus rounding as it shows in the asymmetry of the block."""
+        block, noise = self._blocks[v, w], self._rest.standard_error
+        rounding = max(4 * self._eps, block.asymmetry)
+        if norms.hessian == 0:
+            return {"resonance": 0.0, "coupling": math.nan, "stable_rank": math.nan, "gn_gap": math.nan}
+        resonance = math.sqrt(norms.hessian)
+        # to first order the spectral norm misses ε_v ε_w ‖P_v H P_w‖
+        outside = math.sqrt(self._rest.mean("hessian", v, w)) / norms.spectral
+        doubt = block.leading.doubt * max(1.0, outside)
+        relative = noise([(0.5 / norms.hessian, "hessian", v, w)])
+        rank = norms.hessian / norms.spectral**2
+        errors: dict[Metric, float] = {
+            "resonance": resonance * math.hypot(relative, rounding),
+            "coupling": 0.0,
+            "stable_rank": 2 * rank * math.hypot(relative, doubt, rounding),
+            "gn_gap": math.nan,
+        }
+        if v != w and row > 0 and col > 0:
+            terms: list[Term] = [
+                (0.5 / norms.hessian, "hessian", v, w),
+                (-0.25 / row, "hessian", v, v),
+                (-0.25 / col, "hessian", w, w),
+            ]
+            errors["coupling"] = resonance / (row * col) ** 0.25 * math.hypot(noise(terms), rounding)
+        if norms.gauss_newton > 0:
+            gap = math.sqrt(norms.remainder / norms.gauss_newton)
+            terms = [(-0.5 * gap / norms.gauss_newton, "gauss_newton", v, w)]
+            if gap > 0:
+                terms.append((0.5 * gap / norms.remainder, "remainder", v, w))
+            scale = 1 + gap + resonance / math.sqrt(norms.gauss_newton)
+            errors["gn_gap"] = math.hypot(noise(terms), rounding * scale)
+        return errors

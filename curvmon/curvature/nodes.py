@@ -1,0 +1,198 @@
+"""Which modules to measure: resolve names and glob patterns, or choose a handful of blocks in execution order."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from curvmon.curvature.trees import named_tensors
+from curvmon.errors import NodeError
+
+MIN_NODES, MAX_NODES = 5, 8
+
+
+class Node(NamedTuple):
+    """One call of one module. A module that is called several times is several nodes."""
+
+    label: str
+    module: nn.Module
+    call: int
+
+
+class Call(NamedTuple):
+    """What discovery saw: the `call`-th call of the module `name` returned `shape` (None: no floating tensor)."""
+
+    name: str
+    module: nn.Module
+    call: int
+    shape: torch.Size | None
+    returned: str
+
+
+def first_floating(output: Any) -> Tensor | None:
+    """The tensor that stands for a module's output: LSTM and attention modules return tuples."""
+    return next((t for _, t in named_tensors(output) if t.is_floating_point()), None)
+
+
+def record_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
+    """Run once and list the calls of all submodules, in the order in which they returned."""
+    calls: list[Call] = []
+    counts: Counter[nn.Module] = Counter()
+    names = module_names(model)
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        tensor = first_floating(output)
+        shape = None if tensor is None else tensor.shape
+        calls.append(Call(names[module], module, counts[module], shape, type(output).__name__))
+        counts[module] += 1
+
+    handles = [module.register_forward_hook(hook) for module in names]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def module_names(model: nn.Module) -> dict[nn.Module, str]:
+    """Module to name, without the `_orig_mod` that torch.compile inserts."""
+    return {module: _clean(name) for name, module in model.named_modules()}
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def resolve(model: nn.Module, calls: list[Call], wanted: Sequence[str], what: str = "node") -> list[Call]:
+    """The calls that names or patterns ask for, in execution order.
+
+    `layer*` matches within one level ("layer1", not "layer1.0"), `**` any number of levels. A name may end in
+    `.call2` to mean only the second call of a module.
+    """
+    known = {_clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    chosen: set[tuple[nn.Module, int]] = set()
+    for pattern in wanted:
+        clean = _clean(pattern)
+        base, call = _split_call(clean, known)
+        if base in known:
+            chosen.update(_named(calls, base, known[base], call, what))
+        elif any(c in pattern for c in "*?["):
+            matched = {module for name, module in known.items() if _matches(name, clean)}
+            usable = {(c.module, c.call) for c in calls if c.module in matched and c.shape is not None}
+            if not usable:
+                reason = (
+                    "matches modules, but none of them returned a floating tensor" if matched else "matches no module"
+                )
+                raise NodeError(f"{what} pattern {pattern!r} {reason}. Modules: {_some(list(known))}")
+            chosen.update(usable)
+        else:
+            near = difflib.get_close_matches(clean, known, n=5, cutoff=0.4)
+            hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_some(list(known))}"
+            raise NodeError(f"the model has no module {pattern!r}; {hint}")
+    return [call for call in calls if (call.module, call.call) in chosen]
+
+
+def _split_call(name: str, known: dict[str, nn.Module]) -> tuple[str, int | None]:
+    base, _, last = name.rpartition(".")
+    if name not in known and base in known and last.startswith("call") and last[4:].isdigit():
+        return base, int(last[4:]) - 1
+    return name, None
+
+
+def _named(calls: list[Call], name: str, module: nn.Module, call: int | None, what: str) -> list[tuple[nn.Module, int]]:
+    ran = [c for c in calls if c.module is module and (call is None or c.call == call)]
+    if not ran:
+        when = "is never called in this loss" if call is None else f"has no call {call + 1} in this loss"
+        raise NodeError(f"{what} {name!r} {when}; choose a module whose forward runs. These ran: {_ran(calls)}")
+    for c in ran:
+        if c.shape is None:
+            raise NodeError(
+                f"{what} {name!r} returned {c.returned}, not a floating tensor; "
+                f"choose a module that returns activations"
+            )
+    return [(c.module, c.call) for c in ran]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    def match(parts: list[str], patterns: list[str]) -> bool:
+        if not patterns:
+            return not parts
+        if patterns[0] == "**":
+            return any(match(parts[i:], patterns[1:]) for i in range(len(parts) + 1))
+        return bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0]) and match(parts[1:], patterns[1:])
+
+    return bool(name) and match(name.split("."), pattern.split("."))
+
+
+def _ran(calls: list[Call]) -> str:
+    return _some([c.name for c in calls if c.shape is not None])
+
+
+def _some(names: list[str], most: int = 12) -> str:
+    names = [name for name in dict.fromkeys(names) if name]
+    return ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "")
+
+
+def labelled(calls: list[Call], chosen: list[Call]) -> list[Node]:
+    """Nodes with unique labels: the module's name, with `.call1`, `.call2`, … where it is called several times."""
+    total = Counter(call.module for call in calls)
+    return [
+        Node((c.name or "model") + (f".call{c.call + 1}" if total[c.module] > 1 else ""), c.module, c.call)
+        for c in chosen
+    ]
+
+
+def choose(model: nn.Module, calls: list[Call], usable: Callable[[Call], bool]) -> list[Call]:
+    """Five to eight blocks in execution order.
+
+    Start from the whole model and open the heaviest group of siblings of one class until there are enough blocks:
+    a wrapper (`self.model`, a Sequential, a ModuleList) is opened at once, stages and Transformer layers are kept
+    whole. Blocks carry parameters; norms are part of the block before them. More than eight are thinned out evenly.
+    """
+    calls = [call for call in calls if usable(call) and _is_block(call.module)]
+    frontier = _heads([model], calls)
+    while True:
+        count = sum(call.module in set(frontier) for call in calls)
+        if count >= MIN_NODES:
+            break
+        groups: dict[Any, list[nn.Module]] = {}
+        for module in frontier:
+            if _heads(list(module.children()), calls):
+                groups.setdefault(type(module), []).append(module)
+        if not groups:
+            break
+        heaviest = max(groups.values(), key=lambda group: sum(_weight(module) for module in group))
+        frontier = [
+            inner
+            for module in frontier
+            for inner in (_heads(list(module.children()), calls) if module in heaviest else [module])
+        ]
+        frontier = list(dict.fromkeys(frontier))
+    kept = [call for call in calls if call.module in set(frontier)]
+    if len(kept) <= MAX_NODES:
+        return kept
+    return [kept[round(i * (len(kept) - 1) / (MAX_NODES - 1))] for i in range(MAX_NODES)]
+
+
+def _heads(modules: list[nn.Module], calls: list[Call]) -> list[nn.Module]:
+    """The topmost modules that ran: a ModuleList never runs itself, its children stand for it."""
+    ran = {call.module for call in calls}
+    heads: list[nn.Module] = []
+    for module in modules:
+        heads += [module] if module in ran else _heads(list(module.children()), calls)
+    return heads
+
+
+def _is_block(module: nn.Module) -> bool:
+    return _weight(module) > 0 and "norm" not in type(module).__name__.lower()
+
+
+def _weight(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

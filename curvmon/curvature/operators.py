@@ -1,0 +1,141 @@
+"""Products with the blocks of H and of its Gauss-Newton part, from one tapped graph and `autograd.grad` alone.
+
+    H[:, w] z  = d/de <dL/de_w, z>                         one backward pass serves all rows v
+    GN[:, w] z = J^T S J_w z                                forward through the linearised network, the loss's own
+                                                            curvature at the output, and one backward pass
+
+with J_v = d out / d e_v and S = d²L / d out². Nothing is stored that is larger than the nodes themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from curvmon.curvature.taps import TappedGraph
+from curvmon.errors import DoubleBackwardError, LossError
+
+Columns = list[Tensor]
+"""H[v, w] z for every row v, each flat with d_v entries."""
+
+
+class BlockOperator(Protocol):
+    """What an estimator needs to know of a network: products with column blocks of H and GN."""
+
+    templates: Sequence[Tensor]
+    """a tensor per node with d_v entries, for its dtype and device"""
+    has_gauss_newton: bool
+
+    def hessian_columns(self, w: int, z: Tensor) -> Columns: ...
+
+    def gauss_newton_columns(self, w: int, z: Tensor) -> Columns: ...
+
+
+class GraphOperator:
+    """The `BlockOperator` of a tapped graph. Valid for any DAG and loss, also where samples interact."""
+
+    def __init__(self, graph: TappedGraph) -> None:
+        self.graph = graph
+        self.templates: Sequence[Tensor] = graph.taps
+        gradients = _differentiate([graph.loss], [*graph.taps, *graph.output_taps], create_graph=True)
+        n = len(graph.taps)
+        self.gradients, self._output_gradients = gradients[:n], gradients[n:]
+        if all(gradient is None for gradient in self.gradients):
+            raise LossError(
+                "the loss does not depend on any of the nodes "
+                f"({', '.join(node.label for node in graph.nodes)}); is it detached, or computed by another model?"
+            )
+        self.has_gauss_newton = any(gradient is not None for gradient in self._output_gradients)
+        self._cotangents: list[Tensor] = []
+        self._pullbacks: list[Tensor | None] = []
+
+    def hessian_columns(self, w: int, z: Tensor) -> Columns:
+        """H[v, w] z for all v; z flat with d_w entries. One backward pass through the gradient's graph."""
+        return self._flat(_product([self.gradients[w]], self.graph.taps, [z.view_as(self.graph.taps[w])]))
+
+    def gauss_newton_columns(self, w: int, z: Tensor) -> Columns:
+        """GN[v, w] z = J_v^T S J_w z for all v."""
+        if not self._pullbacks:
+            # J_v^T c as a function of c: linear, so one graph gives J_w z = d/dc <J_w^T c, z> for every z.
+            self._cotangents = [torch.zeros_like(output, requires_grad=True) for output in self.graph.outputs]
+            self._pullbacks = _differentiate(self.graph.outputs, self.graph.taps, self._cotangents, create_graph=True)
+        tangents = _product([self._pullbacks[w]], self._cotangents, [z.view_as(self.graph.taps[w])])
+        curved = _product(self._output_gradients, self.graph.output_taps, tangents)
+        return self._flat(_product(self.graph.outputs, self.graph.taps, curved))
+
+    def _flat(self, products: Sequence[Tensor]) -> Columns:
+        return [product.reshape(-1) for product in products]
+
+
+def _product(
+    functions: Sequence[Tensor | None], variables: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """Σ_i <cotangent_i, function_i> differentiated by every variable; zeros where the graph has no path."""
+    pairs = [(f, c) for f, c in zip(functions, cotangents) if f is not None and f.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(variable) for variable in variables]
+    results = _differentiate([f for f, _ in pairs], variables, [c for _, c in pairs])
+    return [torch.zeros_like(v) if r is None else r.detach() for r, v in zip(results, variables)]
+
+
+def _differentiate(
+    functions: Sequence[Tensor],
+    variables: Sequence[Tensor],
+    cotangents: Sequence[Tensor] | None = None,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """`autograd.grad` that keeps the graph; None where the graph has no path: there the derivative is zero."""
+    if not any(f.requires_grad for f in functions):
+        return [None] * len(variables)
+    try:
+        return list(
+            torch.autograd.grad(
+                functions, variables, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
+        )
+    except RuntimeError as error:
+        raise _explained(error, functions) from error
+
+
+def _explained(error: RuntimeError, functions: Sequence[Tensor]) -> Exception:
+    """Name the operation that has no second derivative, and a way out; other errors stay as they are."""
+    text = str(error)
+    if "once_differentiable" in text:
+        names = ", ".join(sorted(_custom_functions(functions))) or "a custom autograd function"
+        operation, remedy = names, "write its backward with differentiable operations and drop @once_differentiable"
+    elif match := re.search(r"derivative for '?(?:aten::)?(\w+?)(_backward)?'? is not implemented", text):
+        operation = match.group(1).strip("_")
+        remedy = _REMEDIES.get(operation, "replace it by operations that have a double backward")
+    elif "double backward" in text or "backward twice" in text or "twice differentiable" in text:
+        operation, remedy = "an operation", text.splitlines()[0]
+    else:
+        return error
+    return DoubleBackwardError(
+        f"{operation} between the nodes and the loss cannot be differentiated twice: {remedy}, or choose nodes "
+        f"that lie behind it (only what is between the nodes and the loss is differentiated)"
+    )
+
+
+_REMEDIES = {
+    "ctc_loss": "curvature is not available for CTC; pass another `loss=` for the measurement",
+    "embedding_bag": "use nn.Embedding followed by a sum or mean",
+}
+
+
+def _custom_functions(functions: Sequence[Tensor]) -> set[str]:
+    """Names of the custom autograd functions in a graph."""
+    queue: list[Any] = [f.grad_fn for f in functions if f.grad_fn is not None]
+    seen, names = set(queue), set()
+    while queue:
+        function = queue.pop()
+        if isinstance(function, torch.autograd.function.BackwardCFunction):
+            names.add(type(function).__name__.removesuffix("Backward"))
+        for following, _ in function.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                queue.append(following)
+    return names

@@ -1,0 +1,114 @@
+"""Find the output of a network: the tensors that enter a torch loss function.
+
+A `TorchFunctionMode` sees `F.cross_entropy` and its kin wherever they are called: through `nn.CrossEntropyLoss`, in a
+training step, inside a model that computes its own loss. The argument `out` is replaced by `out + e_out` with a zero
+leaf e_out *for that call only*, so d²L / de_out² is the loss's own curvature even where `out` feeds other layers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_LOSS_NAMES = """
+    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss
+    binary_cross_entropy_with_logits gaussian_nll_loss hinge_embedding_loss margin_ranking_loss multi_margin_loss
+    multilabel_margin_loss multilabel_soft_margin_loss soft_margin_loss triplet_margin_loss ctc_loss
+    triplet_margin_with_distance_loss cosine_embedding_loss linear_cross_entropy cross_entropy_loss nll_loss_nd
+"""
+
+
+def _functions(names: str, *spaces: Any) -> frozenset[Any]:
+    """The functions of these names; TorchFunctionMode hands over whichever spelling the caller used."""
+    return frozenset(getattr(space, name) for space in spaces for name in names.split() if hasattr(space, name))
+
+
+_LOSSES = _functions(_LOSS_NAMES, F, torch, torch._C._nn)
+# Losses of probabilities: their argument is one activation (a "link") away from the logits.
+_BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy", F, torch, torch._C._nn)
+_LINKS = _functions("log_softmax softmax sigmoid logsigmoid expit", F, torch, Tensor, torch.special)
+# What may stand between a link and the loss without being a layer.
+_CARRIERS = _functions(
+    """log clamp clip view reshape flatten unflatten squeeze unsqueeze transpose permute movedim contiguous clone
+    float double to narrow select __getitem__""",
+    torch,
+    Tensor,
+)
+
+
+class _Step(NamedTuple):
+    """`result = function(source, *args, **kwargs)`; `result` is held so that its id stays its own."""
+
+    result: Tensor
+    function: Callable[..., Tensor]
+    source: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class OutputFinder(TorchFunctionMode):
+    """While active, taps every differentiable input of every torch loss function.
+
+    `outputs[i]` is a tensor that entered a loss, `taps[i]` the zero leaf that was added to it there. Behind
+    log_softmax + nll_loss or sigmoid + binary_cross_entropy the output is the logits: the steps in between are
+    replayed on logits + e_out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.taps: list[Tensor] = []
+        self.losses: list[str] = []
+        self._steps: dict[int, _Step] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOSSES and torch.is_grad_enabled():
+            args, kwargs = self._tap_arguments(func, args, kwargs)
+        result = func(*args, **kwargs)
+        is_step = func in _LINKS or (func in _CARRIERS and bool(args) and id(args[0]) in self._steps)
+        if is_step and args and isinstance(result, Tensor) and result.requires_grad and result is not args[0]:
+            self._steps[id(result)] = _Step(result, func, args[0], args[1:], kwargs)
+        return result
+
+    def __exit__(self, *exc: Any) -> None:
+        self._steps.clear()
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def _tap_arguments(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found = len(self.outputs)
+        args = tuple(self._tapped(func, arg) for arg in args)
+        kwargs = {key: self._tapped(func, value) for key, value in kwargs.items()}
+        if len(self.outputs) > found:
+            self.losses.append(func.__name__)
+        return args, kwargs
+
+    def _tapped(self, func: Any, argument: Any) -> Any:
+        if not (isinstance(argument, Tensor) and argument.requires_grad and argument.is_floating_point()):
+            return argument
+        steps = self._steps_to(argument) if func in _BEHIND_LINK else []
+        output = steps[-1].source if steps else argument
+        tap = torch.zeros_like(output, requires_grad=True)
+        self.outputs.append(output)
+        self.taps.append(tap)
+        value = output + tap
+        for step in reversed(steps):
+            value = step.function(value, *step.args, **step.kwargs)
+        return value
+
+    def _steps_to(self, argument: Tensor) -> list[_Step]:
+        """The steps from the logits to `argument`, last first; empty if no link made it."""
+        steps = []
+        while (step := self._steps.get(id(argument))) is not None:
+            steps.append(step)
+            argument = step.source
+        return steps

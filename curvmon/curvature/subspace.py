@@ -1,0 +1,190 @@
+"""One orthonormal basis per node, shared by all pairs: exact on what it spans, honest about the rest.
+
+With Q_v at node v and P_v = I - Q_v Q_v^T, the products A Q_w and A^T Q_v of a block A = H[v, w] give
+
+    ‖A‖_F² = ‖A^T Q_v‖_F² + ‖P_v A Q_w‖_F² + ‖P_v A P_w‖_F²             captured, captured, rest
+
+and the spectral norm of A without its rest. The rest is what random probes have to estimate; it is small where the
+bases hold the leading directions, because it is cut on both sides. k products at node w serve its pairs with all nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvmon.curvature.operators import BlockOperator, Columns
+from curvmon.errors import NonFiniteError
+
+
+class Leading(NamedTuple):
+    """Spectral norm of a block, as far as the bases know it.
+
+    `doubt` is ½(ε_v² + ε_w²), ε the length of the part of the singular vectors outside the bases. To first order the
+    norm misses u^T (P_v A P_w) y <= ε_v ε_w ‖P_v A P_w‖, u and y its singular vectors. `at_row`, `at_col` are those
+    outside parts: adding them to the bases is one step of a Krylov method for this pair.
+    """
+
+    norm: float
+    doubt: float
+    at_row: Tensor | None
+    at_col: Tensor | None
+
+
+class Captured(NamedTuple):
+    """‖A^T Q_v‖_F² + ‖P_v A Q_w‖_F² for A = H, GN and T = H - GN."""
+
+    hessian: float
+    gauss_newton: float
+    remainder: float
+
+
+class Products(NamedTuple):
+    """H[v, w] Z and GN[v, w] Z for all rows v; Z has one column per probe."""
+
+    hessian: Columns
+    gauss_newton: Columns | None
+
+
+def norm_squared(x: Tensor) -> float:
+    """‖x‖² in double precision: a loss scaled by 1e-9 must not underflow."""
+    return float(torch.linalg.vector_norm(precise(x)).item()) ** 2
+
+
+def precise(x: Tensor) -> Tensor:
+    """Double precision where the device has it."""
+    return x if x.device.type == "mps" else x.double()
+
+
+def products(operator: BlockOperator, w: int, z: Tensor) -> Products:
+    """H[:, w] Z and GN[:, w] Z for the columns of z (d_w x k)."""
+    template = operator.templates[w]
+    columns = [column.to(template.dtype).contiguous() for column in z.unbind(1)]
+    hessian = _stacked([operator.hessian_columns(w, column) for column in columns])
+    if not operator.has_gauss_newton:
+        return Products(hessian, None)
+    return Products(hessian, _stacked([operator.gauss_newton_columns(w, column) for column in columns]))
+
+
+def _stacked(images: list[Columns]) -> Columns:
+    stacked = [torch.stack(rows, dim=1) for rows in zip(*images)]
+    if not all(torch.isfinite(image).all() for image in stacked):
+        raise NonFiniteError(
+            "a Hessian-vector product is not finite although the loss is; "
+            "look for sqrt, norm or log at zero, or overflow in low precision"
+        )
+    return stacked
+
+
+class SharedBasis:
+    """Q_v for every node, and the images of all basis vectors."""
+
+    def __init__(self, operator: BlockOperator) -> None:
+        self._operator = operator
+        self.vectors = [t.new_zeros((t.numel(), 0)) for t in operator.templates]
+        self._images: list[Products | None] = [None] * len(self.vectors)
+
+    def size(self, v: int) -> int:
+        return self.vectors[v].shape[1]
+
+    def is_complete(self, v: int) -> bool:
+        """Q_v spans the whole space: every block of v is known exactly."""
+        return self.size(v) == self.vectors[v].shape[0]
+
+    def extend(self, w: int, candidates: Tensor, most: int) -> int:
+        """Add up to `most` directions from the columns of `candidates`, strongest first; returns the products spent."""
+        fresh = self._orthonormal(w, candidates, most)
+        if fresh.shape[1] == 0:
+            return 0
+        images, before = products(self._operator, w, fresh), self._images[w]
+        if before is None:
+            self._images[w] = images
+        else:
+            joined = [_joined(old, new) for old, new in zip(before, images)]
+            self._images[w] = Products(joined[0] or [], joined[1])
+        self.vectors[w] = torch.cat([self.vectors[w], fresh], dim=1)
+        return fresh.shape[1] * (1 if images.gauss_newton is None else 2)
+
+    def complete(self, w: int) -> int:
+        """Span the whole space with the unit vectors; returns the products spent."""
+        template = self.vectors[w]
+        return self.extend(w, torch.eye(template.shape[0], dtype=template.dtype, device=template.device), 10**9)
+
+    def _orthonormal(self, w: int, candidates: Tensor, most: int) -> Tensor:
+        basis = self.vectors[w]
+        fresh = precise(candidates)
+        scale = torch.linalg.vector_norm(fresh, dim=0).clamp_min(torch.finfo(fresh.dtype).tiny)
+        fresh = self.outside(w, fresh / scale)
+        u, s, _ = torch.linalg.svd(fresh, full_matrices=False)
+        keep = min(int((s > 1e-3).sum().item()), most, basis.shape[0] - basis.shape[1])
+        # a second projection: cancellation in the first left components along the basis
+        fresh = torch.linalg.qr(self.outside(w, u[:, :keep])).Q
+        directions: Tensor = fresh.to(basis.dtype)
+        return directions
+
+    def outside(self, v: int, x: Tensor) -> Tensor:
+        """P_v x = x - Q_v Q_v^T x, for columns or one vector."""
+        if self.size(v) == 0:
+            return x
+        basis = precise(self.vectors[v])
+        return x - basis @ (basis.T @ x)
+
+    def captured(self, v: int, w: int) -> Captured:
+        """The part of ‖A‖_F² that the bases know, for A = H[v, w], GN[v, w] and their difference."""
+        values = []
+        for toward_w, toward_v in zip(self._parts(w, v), self._parts(v, w)):
+            values.append(norm_squared(toward_v) + norm_squared(self.outside(v, toward_w)))
+        return Captured(*values) if len(values) == 3 else Captured(values[0], float("nan"), float("nan"))
+
+    def _parts(self, source: int, target: int) -> list[Tensor]:
+        """A Q_source at `target`, for A = H, and where known GN and T."""
+        images = self._images[source]
+        assert images is not None, "captured() needs a basis at both nodes"
+        hessian = precise(images.hessian[target])
+        if images.gauss_newton is None:
+            return [hessian]
+        gauss_newton = precise(images.gauss_newton[target])
+        return [hessian, gauss_newton, hessian - gauss_newton]
+
+    def asymmetry(self, v: int, w: int) -> float:
+        """‖Q_v^T (A Q_w) - (A^T Q_v)^T Q_w‖_F / ‖A Q_w‖_F: rounding, if every second derivative is right."""
+        forward, backward = self._parts(w, v)[0], self._parts(v, w)[0]
+        scale = float(torch.linalg.vector_norm(forward).item())
+        if scale == 0:
+            return 0.0
+        difference = precise(self.vectors[v]).T @ forward - (backward.T @ precise(self.vectors[w])).to(forward.device)
+        return float(torch.linalg.vector_norm(difference).item()) / scale
+
+    def leading(self, v: int, w: int) -> Leading:
+        """Top singular value of A - P_v A P_w, from the (k_v + k_w)² matrix it is in the basis [Q_v, rest]x[Q_w, rest].
+
+        A - P_v A P_w = [Q_v  Q_B] [ Q_v^T A Q_w   R_C^T ] [Q_w  Q_C]^T,   P_v A Q_w = Q_B R_B,  P_w A^T Q_v = Q_C R_C
+                                   [ R_B             0   ]
+        """
+        forward, backward = self._parts(w, v)[0], self._parts(v, w)[0]
+        scale = max(torch.linalg.vector_norm(forward).item(), torch.linalg.vector_norm(backward).item())
+        if scale == 0:
+            return Leading(0.0, 0.0, None, None)
+        q_b, r_b = torch.linalg.qr(self.outside(v, forward / scale))
+        q_c, r_c = torch.linalg.qr(self.outside(w, backward / scale))
+        core = (precise(self.vectors[v]).T @ forward / scale).cpu()
+        k_v, k_w = core.shape
+        small = core.new_zeros((k_v + r_b.shape[0], k_w + r_c.shape[0]))
+        small[:k_v, :k_w] = core
+        small[k_v:, :k_w] = r_b.cpu()
+        small[:k_v, k_w:] = r_c.T.cpu()
+        u, s, vh = torch.linalg.svd(small)
+        left, right = u[k_v:, 0], vh[0, k_w:]
+        norm = s[0].item() * scale
+        if self.is_complete(v) or self.is_complete(w):
+            return Leading(norm, 0.0, None, None)
+        doubt = 0.5 * (left.square().sum() + right.square().sum()).item()
+        return Leading(norm, doubt, q_b @ left.to(q_b), q_c @ right.to(q_c))
+
+
+def _joined(old: Columns | None, new: Columns | None) -> Columns | None:
+    if old is None or new is None:
+        return None
+    return [torch.cat([a, b], dim=1) for a, b in zip(old, new)]

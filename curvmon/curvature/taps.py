@@ -1,0 +1,122 @@
+"""The tapped forward pass: one zero perturbation per node, added to its output by a forward hook.
+
+    L(e) = loss with f_v + e_v in place of f_v for every node v,    H[v, w] = d²L / de_v de_w  at e = 0
+
+e_v has the shape of the node's output without the batch dimension: it is shared by all samples. `f_v + e_v` is a new
+tensor, so an in-place activation behind the node changes the sum and not what autograd has saved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvmon.curvature.nodes import Node
+from curvmon.curvature.outputs import OutputFinder
+from curvmon.curvature.trees import replace_first
+from curvmon.errors import InputError, LossError
+
+
+@dataclass(frozen=True)
+class TappedGraph:
+    """A loss as a function of the taps, with its autograd graph."""
+
+    nodes: list[Node]
+    loss: Tensor
+    taps: list[Tensor]
+    """e_v, one per node; zero leaves"""
+    tapped: list[Tensor]
+    """f_v + e_v, what the rest of the network sees"""
+    outputs: list[Tensor]
+    """the tensors that enter the loss, all of them together `out`; empty if none was found"""
+    output_taps: list[Tensor]
+    """zero leaves added to the outputs: d²L / de_out² is the loss's own curvature"""
+    losses: list[str]
+    """names of the torch loss functions that were seen"""
+
+
+def tapped_forward(
+    nodes: list[Node], run: Callable[[], Any], *, batch_dim: int, output: list[Node] | None = None
+) -> TappedGraph:
+    """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function."""
+    taps: dict[Node, Tensor] = {}
+    tapped: dict[Node, Tensor] = {}
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def tap_node(node: Node, tensor: Tensor) -> Tensor:
+        dim = batch_axis(tensor, batch_dim, node.label)
+        shape = [size for axis, size in enumerate(tensor.shape) if axis != dim]
+        taps[node] = tensor.new_zeros(shape, requires_grad=True)
+        tapped[node] = tensor + taps[node].unsqueeze(dim)
+        return tapped[node]
+
+    def tap_output(node: Node, tensor: Tensor) -> Tensor:
+        found.append((tensor, torch.zeros_like(tensor, requires_grad=True)))
+        return tensor + found[-1][1]
+
+    finder = OutputFinder()
+    with ExitStack() as stack:
+        for node in nodes:
+            stack.callback(_hook(node, tap_node).remove)
+        for node in output or ():
+            stack.callback(_hook(node, tap_output).remove)
+        if output is None:
+            stack.enter_context(finder)
+        loss = _checked_scalar(run())
+    missing = [node.label for node in nodes if node not in taps]
+    if missing:
+        raise LossError(f"the forward pass is not repeatable: {', '.join(missing)} ran once and not the second time")
+    if output is None:
+        found = list(zip(finder.outputs, finder.taps))
+    return TappedGraph(
+        nodes=nodes,
+        loss=loss,
+        taps=[taps[node] for node in nodes],
+        tapped=[tapped[node] for node in nodes],
+        outputs=[tensor for tensor, _ in found],
+        output_taps=[tap for _, tap in found],
+        losses=finder.losses,
+    )
+
+
+def batch_axis(tensor: Tensor, batch_dim: int, where: str) -> int:
+    """`batch_dim` as a non-negative axis of `tensor`."""
+    if not -tensor.ndim <= batch_dim < tensor.ndim:
+        raise InputError(
+            f"batch_dim={batch_dim} does not exist at {where}, which has shape {tuple(tensor.shape)}; "
+            f"pass the dimension that counts samples"
+        )
+    return batch_dim % tensor.ndim
+
+
+def _hook(node: Node, tap: Callable[[Node, Tensor], Tensor]) -> Any:
+    """Register `tap` on the node's call of its module; the first floating tensor of the output is tapped."""
+    count: Counter[str] = Counter()
+
+    def hook(module: nn.Module, args: Any, result: Any) -> Any:
+        count["calls"] += 1
+        if count["calls"] - 1 != node.call:
+            return None
+        return replace_first(result, Tensor.is_floating_point, lambda tensor: tap(node, tensor))
+
+    return node.module.register_forward_hook(hook)
+
+
+def _checked_scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        hint = "return its loss entry" if isinstance(loss, dict) else "without .item() or float()"
+        raise LossError(f"loss(model, batch) must return a scalar tensor, {hint}; it returned {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise LossError(
+            f"loss(model, batch) must return a scalar tensor; it returned shape {tuple(loss.shape)}: "
+            f"reduce it, for example with .mean()"
+        )
+    if not loss.is_floating_point():
+        raise LossError(f"loss(model, batch) must return a floating tensor; it returned {loss.dtype}")
+    return loss.reshape(())
