@@ -22,7 +22,7 @@ from curvmon.types import Metric
 
 # A node this small is measured exactly: its whole space costs no more than a basis and the probes would.
 SMALL_NODE = 12
-FIRST_PROBES = 8
+FEWEST_PROBES, FIRST_PROBES = 3, 8
 PRODUCTS_PER_NODE = 400
 """Limit without `max_hvps`; 5 % needs it only for blocks whose rest is dominated by very few directions."""
 
@@ -61,7 +61,7 @@ class PairEstimator:
         self._generator = generator
         self._n = len(operator.templates)
         self._price = 2 if operator.has_gauss_newton else 1
-        least = 5 * self._n * self._price
+        least = (2 + FEWEST_PROBES) * self._n * self._price
         if max_hvps is not None and max_hvps < least:
             raise InputError(
                 f"max_hvps={max_hvps} is too few for {self._n} nodes: at least {least} products are needed "
@@ -126,8 +126,9 @@ class PairEstimator:
         while True:
             leading = {pair: self._basis.leading(*pair) for pair in self._pairs()}
             unsettled = [pair for pair in self._pairs() if leading[pair].doubt > self._rtol / 4]
-            # half of the budget is for the probes
-            affordable = int((self._limit / 2 - self._spent) / self._price)
+            # half of the budget is for the probes, and three for every node in any case
+            ceiling = min(self._limit // 2, self._limit - FEWEST_PROBES * self._n * self._price)
+            affordable = (ceiling - self._spent) // self._price
             wanted: dict[int, list[Tensor]] = defaultdict(list)
             for v, w in sorted(unsettled, key=lambda pair: -leading[pair].doubt):
                 for node, missing in {v: leading[v, w].at_row, w: leading[v, w].at_col}.items():
@@ -146,12 +147,13 @@ class PairEstimator:
 
     def _probe_until_sure(self) -> Estimate:
         open_nodes = [v for v in range(self._n) if not self._basis.is_complete(v)]
-        first = max(3, min(FIRST_PROBES, (self._limit - self._spent) // max(1, self._price * len(open_nodes))))
+        first = max(
+            FEWEST_PROBES, min(FIRST_PROBES, (self._limit - self._spent) // max(1, self._price * len(open_nodes)))
+        )
         wanted = {v: first for v in open_nodes}
         while True:
             for v, count in wanted.items():
-                for _ in range(count):
-                    self._spent += self._rest.add(v, self._generator)
+                self._spent += self._rest.add(v, count, self._generator)
             matrices = self._assemble()
             unsure = self._unsure(matrices)
             wanted = {v: -(-self._rest.count(v) // 2) for v in open_nodes if v in unsure}

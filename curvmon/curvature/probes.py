@@ -10,6 +10,7 @@ change it makes to the function, so that the correlation between the blocks that
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from curvmon.curvature.operators import BlockOperator
-from curvmon.curvature.subspace import SharedBasis, norm_squared, precise, products
+from curvmon.curvature.subspace import SharedBasis, precise, products
 
 Part = Literal["hessian", "gauss_newton", "remainder"]
 PARTS: tuple[Part, ...] = ("hessian", "gauss_newton", "remainder")
@@ -44,67 +45,87 @@ def small_sample_factor(freedom: int) -> float:
 
 
 class RestSamples:
-    """‖P_v A P_w z‖² for every probe z at w, every row v and A = H, GN, T."""
+    """Inner products <P_v A P_w z_i, P_v A P_w z_j> of the images of probes z_i at w, for every row v and A = H, GN, T.
+
+    Their diagonal are the samples ‖P_v A P_w z_i‖². The others tell how much these vary, far better than a handful of
+    samples does: with G = (P_v A P_w)^T (P_v A P_w),
+
+        Var‖P_v A P_w z‖² = 2 (‖G‖_F² - Σ_i G_ii²) <= 2 ‖G‖_F² = 2 E (z_i^T G z_j)²,   i != j
+    """
 
     def __init__(self, operator: BlockOperator, basis: SharedBasis) -> None:
         self._operator = operator
         self._basis = basis
-        n = len(operator.templates)
-        self._samples: list[dict[Part, list[list[float]]]] = [{part: [] for part in PARTS} for _ in range(n)]
+        self._count = [0] * len(operator.templates)
+        # per node and (part, row), a matrix for every batch of probes
+        self._products: list[dict[tuple[Part, int], list[Tensor]]] = [defaultdict(list) for _ in operator.templates]
 
     def count(self, w: int) -> int:
-        return len(self._samples[w]["hessian"])
+        return self._count[w]
 
-    def add(self, w: int, generator: torch.Generator) -> int:
-        """One more probe at w; returns the products spent."""
-        z = self._basis.outside(w, precise(rademacher(self._operator.templates[w], generator)))
-        images = products(self._operator, w, z.unsqueeze(1))
-        norms = self._samples[w]
-        columns: dict[Part, list[Tensor]] = {"hessian": [precise(x) for x in images.hessian]}
-        if images.gauss_newton is not None:
-            columns["gauss_newton"] = [precise(x) for x in images.gauss_newton]
-            columns["remainder"] = [h - g for h, g in zip(columns["hessian"], columns["gauss_newton"])]
-        for part, rows in columns.items():
-            norms[part].append([norm_squared(self._basis.outside(v, x)) for v, x in enumerate(rows)])
-        return 1 if images.gauss_newton is None else 2
+    def add(self, w: int, count: int, generator: torch.Generator) -> int:
+        """`count` more probes at w; returns the products spent."""
+        template = self._operator.templates[w]
+        z = torch.stack([rademacher(template, generator) for _ in range(count)], dim=1)
+        images = products(self._operator, w, self._basis.outside(w, precise(z)))
+        for v, image in enumerate(images.hessian):
+            hessian = self._basis.outside(v, precise(image))
+            self._put(w, v, "hessian", hessian)
+            if images.gauss_newton is not None:
+                gauss_newton = self._basis.outside(v, precise(images.gauss_newton[v]))
+                self._put(w, v, "gauss_newton", gauss_newton)
+                self._put(w, v, "remainder", hessian - gauss_newton)
+        self._count[w] += count
+        return count * (1 if images.gauss_newton is None else 2)
+
+    def _put(self, w: int, v: int, part: Part, image: Tensor) -> None:
+        self._products[w][part, v].append((image.T @ image).cpu())
 
     def mean(self, part: Part, v: int, w: int) -> float:
         """Estimate of ‖P_v A P_w‖_F², pooled over the probes at both nodes; zero where a basis is complete."""
         if self._basis.is_complete(v) or self._basis.is_complete(w):
             return 0.0
-        values = [*self._values(part, v, w), *(self._values(part, w, v) if v != w else ())]
-        return sum(values) / len(values) if values else math.nan
-
-    def _values(self, part: Part, v: int, w: int) -> list[float]:
-        """Samples for the block (v, w) from the probes at w."""
-        return [row[v] for row in self._samples[w][part]]
+        sides = {(v, w), (w, v)}
+        total = sum(m.trace().item() for row, at in sides for m in self._products[at][part, row])
+        count = sum(self.count(at) for _, at in sides)
+        return total / count if count else math.nan
 
     def standard_error(self, terms: Iterable[Term]) -> float:
         """Standard error of Σ slope · ‖P_v A P_w‖_F² over `terms` (slope, part, v, w).
 
         The slopes are the derivatives of whatever function is wanted. The sum is regrouped by the node where a probe
-        was drawn: within a node the contributions of one probe are correlated and are added probe by probe, between
-        nodes they are independent.
+        was drawn: within a node the terms are combined probe by probe, so that their correlation counts; between nodes
+        they are independent.
         """
-        influence: dict[int, list[float]] = {}
+        combined: dict[int, list[Tensor]] = {}
+        size: dict[int, float] = defaultdict(float)
         for slope, part, v, w in terms:
             if slope == 0 or self._basis.is_complete(v) or self._basis.is_complete(w):
                 continue
-            total = self.count(w) + (self.count(v) if v != w else 0)
-            for row, at in {(v, w), (w, v)}:
-                values = self._values(part, row, at)
-                weight = slope * len(values) / total if total else math.nan
-                sums = influence.setdefault(at, [0.0] * len(values))
-                for i, value in enumerate(values):
-                    sums[i] += weight * value
-        variance = sum(_variance_of_mean(values) for values in influence.values())
-        freedom = sum(max(0, len(values) - 1) for values in influence.values())
-        return math.sqrt(variance) * small_sample_factor(freedom) if influence else 0.0
+            sides = {(v, w), (w, v)}
+            total = sum(self.count(at) for _, at in sides)
+            for row, at in sides:
+                added = [slope * self.count(at) / total * m for m in self._products[at][part, row]]
+                before = combined.get(at)
+                combined[at] = added if before is None else [a + b for a, b in zip(before, added)]
+                size[at] += sum(abs(m.trace().item()) for m in added) / self.count(at)
+        if not combined:
+            return 0.0
+        variance = sum(_variance_of_mean(matrices, size[at]) for at, matrices in combined.items())
+        freedom = sum(self.count(at) - 1 for at in combined)
+        return math.sqrt(variance) * small_sample_factor(freedom)
 
 
-def _variance_of_mean(values: Sequence[float]) -> float:
-    n = len(values)
-    if n < 2:
+def _variance_of_mean(batches: Sequence[Tensor], size: float) -> float:
+    """2 E (z_i^T G z_j)² / m from the products of different probes within each batch.
+
+    The spread of ‖A z‖² grows with its mean, so a mean that is low by chance brings an error that is too small. It is
+    therefore taken one standard error above the mean; `size` is that mean (of the terms' absolute values).
+    """
+    count = sum(len(m) for m in batches)
+    pairs = sum(len(m) * (len(m) - 1) for m in batches)
+    if pairs == 0:
         return math.inf
-    mean = sum(values) / n
-    return sum((value - mean) ** 2 for value in values) / (n - 1) / n
+    squares = sum((m.square().sum() - m.diagonal().square().sum()).item() for m in batches)
+    deviation = math.sqrt(2 * squares / pairs / count)
+    return (deviation * (1 + deviation / size)) ** 2 if size else 0.0
