@@ -158,11 +158,23 @@ class PairEstimator:
             unsure = self._unsure(matrices)
             wanted = {v: -(-self._rest.count(v) // 2) for v in open_nodes if v in unsure}
             if not wanted:
-                return Estimate(matrices, self._spent, [])
+                return Estimate(matrices, self._spent, self._asymmetry_notes())
             if self._spent + self._price * sum(wanted.values()) > self._limit:
                 why = "max_hvps" if self._limited_by_user else f"{PRODUCTS_PER_NODE} products per node"
                 note = f"stopped at {why} before every standard error was below rtol={self._rtol:g}"
-                return Estimate(matrices, self._spent, [note])
+                return Estimate(matrices, self._spent, [*self._asymmetry_notes(), note])
+
+    def _asymmetry_notes(self) -> list[str]:
+        """Far more than rounding: some backward pass between the nodes and the loss is wrong to second order."""
+        limit = 30 * math.sqrt(self._eps)
+        worst = max(self._blocks, key=lambda pair: self._blocks[pair].asymmetry)
+        if self._blocks[worst].asymmetry < limit:
+            return []
+        v, w = (self._names[node] for node in worst)
+        return [
+            f"suspect: H[{v}, {w}] is not symmetric (by {self._blocks[worst].asymmetry:.1g} of its size); a custom "
+            f"autograd function between the nodes and the loss has a wrong second derivative"
+        ]
 
     def _unsure(self, matrices: Matrices) -> set[int]:
         """Nodes at which more probes would help: their pairs have errors above the tolerance."""
@@ -194,21 +206,17 @@ class PairEstimator:
         return matrices
 
     def _errors(self, v: int, w: int, norms: Norms, row: float, col: float) -> dict[Metric, float]:
-        """Standard errors by the delta method, plus rounding as it shows in the asymmetry of the block."""
-        block, noise = self._blocks[v, w], self._rest.standard_error
-        rounding = max(4 * self._eps, block.asymmetry)
+        """Standard errors by the delta method, plus what no probe can tell (`_floor`)."""
+        noise, floor = self._rest.standard_error, self._floor(v, w)
         if norms.hessian == 0:
             return {"resonance": 0.0, "coupling": math.nan, "stable_rank": math.nan, "gn_gap": math.nan}
         resonance = math.sqrt(norms.hessian)
-        # to first order the spectral norm misses ε_v ε_w ‖P_v H P_w‖
-        outside = math.sqrt(self._rest.mean("hessian", v, w)) / norms.spectral
-        doubt = block.leading.doubt * max(1.0, outside)
         relative = noise([(0.5 / norms.hessian, "hessian", v, w)])
         rank = norms.hessian / norms.spectral**2
         errors: dict[Metric, float] = {
-            "resonance": resonance * math.hypot(relative, rounding),
+            "resonance": resonance * math.hypot(relative, floor),
             "coupling": 0.0,
-            "stable_rank": 2 * rank * math.hypot(relative, doubt, rounding),
+            "stable_rank": 2 * rank * math.hypot(relative, self._spectral_error(v, w), floor),
             "gn_gap": math.nan,
         }
         if v != w and row > 0 and col > 0:
@@ -217,12 +225,39 @@ class PairEstimator:
                 (-0.25 / row, "hessian", v, v),
                 (-0.25 / col, "hessian", w, w),
             ]
-            errors["coupling"] = resonance / (row * col) ** 0.25 * math.hypot(noise(terms), rounding)
+            errors["coupling"] = resonance / (row * col) ** 0.25 * math.hypot(noise(terms), floor)
         if norms.gauss_newton > 0:
             gap = math.sqrt(norms.remainder / norms.gauss_newton)
             terms = [(-0.5 * gap / norms.gauss_newton, "gauss_newton", v, w)]
             if gap > 0:
                 terms.append((0.5 * gap / norms.remainder, "remainder", v, w))
-            scale = 1 + gap + resonance / math.sqrt(norms.gauss_newton)
-            errors["gn_gap"] = math.hypot(noise(terms), rounding * scale)
+            # T = H - GN inherits the rounding of both, however small it is itself
+            rounding = self._rounding(v, w) * (1 + resonance / math.sqrt(norms.gauss_newton))
+            errors["gn_gap"] = math.hypot(noise(terms), floor * gap, rounding)
         return errors
+
+    def _rounding(self, v: int, w: int) -> float:
+        """Relative error from floating-point arithmetic, as it shows in the asymmetry of the block."""
+        return max(4 * self._eps, self._blocks[v, w].asymmetry)
+
+    def _floor(self, v: int, w: int) -> float:
+        """Relative error below which no estimate claims to be.
+
+        Rounding; and where a rest was estimated, a fiftieth of `rtol`: a direction that all probes happened to miss
+        does not show in their spread.
+        """
+        rounding = self._rounding(v, w)
+        estimated = self._rest.mean("hessian", v, w) > (rounding * self._blocks[v, w].leading.norm) ** 2
+        return max(rounding, self._rtol / 50 if estimated else 0.0)
+
+    def _spectral_error(self, v: int, w: int) -> float:
+        """Relative error of ‖H[v, w]‖_2 from what lies outside the bases.
+
+        To first order it misses ε_v ε_w ‖P_v H P_w‖_2; and if that norm is itself larger, the leading direction.
+        """
+        norm, doubt, _, _ = self._blocks[v, w].leading
+        fourth, second = self._rest.fourth_moment(v, w), self._rest.mean("hessian", v, w)
+        if not (second > 0 and fourth > 0):
+            return 0.0
+        at_most, at_least = fourth**0.25 / norm, math.sqrt(fourth / second) / norm
+        return math.hypot(doubt * at_most, max(0.0, at_least - 1))

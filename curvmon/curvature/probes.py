@@ -24,6 +24,8 @@ Part = Literal["hessian", "gauss_newton", "remainder"]
 PARTS: tuple[Part, ...] = ("hessian", "gauss_newton", "remainder")
 Term = tuple[float, Part, int, int]
 """(slope, part, v, w): slope times ‖P_v A P_w‖_F² for A = part"""
+BOUND_WEIGHT = 8
+"""How many samples the bound on the variance counts for beside the sample variance (see `RestSamples`)."""
 # Student's t at 97.5 % over 1.96, for one to four degrees of freedom; a series takes over from five.
 _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
 
@@ -41,7 +43,13 @@ def small_sample_factor(freedom: int) -> float:
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
     z, n = 1.959964, float(freedom)
-    return 1 + (z**2 + 1) / (4 * n) + (5 * z**4 + 16 * z**2 + 3) / (96 * n**2)
+    # Cornish-Fisher expansion of the quantile in 1/n
+    terms = (
+        (z**2 + 1) / (4 * n),
+        (5 * z**4 + 16 * z**2 + 3) / (96 * n**2),
+        (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / (384 * n**3),
+    )
+    return 1 + sum(terms)
 
 
 class RestSamples:
@@ -51,6 +59,8 @@ class RestSamples:
     samples does: with G = (P_v A P_w)^T (P_v A P_w),
 
         Var‖P_v A P_w z‖² = 2 (‖G‖_F² - Σ_i G_ii²) <= 2 ‖G‖_F² = 2 E (z_i^T G z_j)²,   i != j
+
+    m probes have m (m-1) / 2 such products, so the bound is known well where the sample variance is not.
     """
 
     def __init__(self, operator: BlockOperator, basis: SharedBasis) -> None:
@@ -90,6 +100,15 @@ class RestSamples:
         count = sum(self.count(at) for _, at in sides)
         return total / count if count else math.nan
 
+    def fourth_moment(self, v: int, w: int) -> float:
+        """Estimate of ‖G‖_F² = Σ σ_i⁴ over the singular values of P_v H[v, w] P_w, hence of its spectral norm's range:
+
+        Σσ⁴ / Σσ² <= σ_max² <= sqrt(Σσ⁴)
+        """
+        matrices = [m for row, at in {(v, w), (w, v)} for m in self._products[at]["hessian", row]]
+        pairs = sum(len(m) * (len(m) - 1) for m in matrices)
+        return sum(_off_diagonal_squares(m) for m in matrices) / pairs if pairs else 0.0
+
     def standard_error(self, terms: Iterable[Term]) -> float:
         """Standard error of Σ slope · ‖P_v A P_w‖_F² over `terms` (slope, part, v, w).
 
@@ -112,20 +131,27 @@ class RestSamples:
         if not combined:
             return 0.0
         variance = sum(_variance_of_mean(matrices, size[at]) for at, matrices in combined.items())
-        freedom = sum(self.count(at) - 1 for at in combined)
+        freedom = sum(self.count(at) - 1 + BOUND_WEIGHT for at in combined)
         return math.sqrt(variance) * small_sample_factor(freedom)
 
 
 def _variance_of_mean(batches: Sequence[Tensor], size: float) -> float:
-    """2 E (z_i^T G z_j)² / m from the products of different probes within each batch.
+    """Variance of the mean of the samples on the diagonals, from them and from the products of different probes.
 
-    The spread of ‖A z‖² grows with its mean, so a mean that is low by chance brings an error that is too small. It is
-    therefore taken one standard error above the mean; `size` is that mean (of the terms' absolute values).
+    The spread of ‖A z‖² is a share r of its mean, so a mean that is low by chance brings an error that is too small. It
+    is therefore taken for the truth that this mean would be one standard error below: mean / (1 - r). `size` is the
+    mean (of the terms' absolute values).
     """
-    count = sum(len(m) for m in batches)
+    samples = torch.cat([m.diagonal() for m in batches])
+    count = len(samples)
     pairs = sum(len(m) * (len(m) - 1) for m in batches)
     if pairs == 0:
         return math.inf
-    squares = sum((m.square().sum() - m.diagonal().square().sum()).item() for m in batches)
-    deviation = math.sqrt(2 * squares / pairs / count)
-    return (deviation * (1 + deviation / size)) ** 2 if size else 0.0
+    bound = 2 * sum(_off_diagonal_squares(m) for m in batches) / pairs
+    variance = (BOUND_WEIGHT * bound + (count - 1) * samples.var().item()) / (BOUND_WEIGHT + count - 1)
+    deviation = math.sqrt(variance / count)
+    return (deviation / (1 - min(deviation / size, 0.8))) ** 2 if size else 0.0
+
+
+def _off_diagonal_squares(matrix: Tensor) -> float:
+    return (matrix.square().sum() - matrix.diagonal().square().sum()).item()

@@ -1,0 +1,216 @@
+"""The estimator against dense matrices: no network, so thousands of repetitions are cheap."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+import curvmon
+from curvmon.curvature.estimators import Estimate, PairEstimator
+from curvmon.curvature.probes import rademacher, small_sample_factor
+from curvmon.curvature.subspace import SharedBasis
+from tests import cases
+
+METRICS = ("resonance", "coupling", "stable_rank", "gn_gap")
+SIZES = (40, 60, 50)
+PAIRS = [(v, w) for v in range(3) for w in range(v, 3)]
+
+
+class Dense:
+    """A `BlockOperator` with known blocks."""
+
+    has_gauss_newton = True
+
+    def __init__(self, hessian: Tensor, gauss_newton: Tensor, sizes: tuple[int, ...] = SIZES) -> None:
+        ends = list(accumulate(sizes))
+        self._parts = [slice(end - size, end) for size, end in zip(sizes, ends)]
+        self._matrices = hessian, gauss_newton
+        self.templates = [hessian.new_zeros(size) for size in sizes]
+        self.products = 0
+
+    def block(self, which: int, v: int, w: int) -> Tensor:
+        return self._matrices[which][self._parts[v], self._parts[w]]
+
+    def hessian_columns(self, w: int, z: Tensor) -> list[Tensor]:
+        self.products += 1
+        return [self.block(0, v, w) @ z for v in range(len(self.templates))]
+
+    def gauss_newton_columns(self, w: int, z: Tensor) -> list[Tensor]:
+        self.products += 1
+        return [self.block(1, v, w) @ z for v in range(len(self.templates))]
+
+    def truth(self, metric: str, v: int, w: int) -> float:
+        norm = torch.linalg.norm
+        block, gn = self.block(0, v, w), self.block(1, v, w)
+        if metric == "resonance":
+            return norm(block).item()
+        if metric == "coupling":
+            return (norm(block) / (norm(self.block(0, v, v)) * norm(self.block(0, w, w))).sqrt()).item()
+        if metric == "stable_rank":
+            return (norm(block) ** 2 / norm(block, ord=2) ** 2).item()
+        return (norm(block - gn) / norm(gn)).item()
+
+
+def symmetric(decay: float, seed: int, size: int = sum(SIZES)) -> Tensor:
+    """Random orientation, eigenvalues ± i^-decay."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64)).Q
+    signs = 1 - 2 * torch.randint(2, (size,), generator=g)
+    return (q * (signs * torch.arange(1, size + 1) ** -decay)) @ q.T
+
+
+def problem(decay: float) -> Dense:
+    gauss_newton = symmetric(decay, 1)
+    gauss_newton = gauss_newton @ gauss_newton
+    return Dense(gauss_newton + 0.3 * symmetric(decay, 2), gauss_newton)
+
+
+def estimate(operator: Dense, seed: int, max_hvps: int | None = 150, rtol: float = 0.05) -> Estimate:
+    names = tuple(f"node{i}" for i in range(len(operator.templates)))
+    generator = torch.Generator().manual_seed(seed)
+    return PairEstimator(operator, names, rtol=rtol, max_hvps=max_hvps, generator=generator).run()
+
+
+@pytest.mark.parametrize("decay", [0.5, 1.0, 2.0])
+def test_intervals_cover_the_truth(decay: float) -> None:
+    """Of the 95 % intervals, 90 to 99 % hold the truth, for each metric over 150 seeds and all pairs."""
+    operator = problem(decay)
+    inside: dict[str, list[bool]] = {metric: [] for metric in METRICS}
+    worst = 0.0
+    for seed in range(150):
+        matrices = estimate(operator, seed).matrices
+        for metric in METRICS:
+            for v, w in PAIRS:
+                if metric == "coupling" and v == w:
+                    continue  # C(v, v) = 1 has no error
+                error = abs(matrices.get(metric, v, w) - operator.truth(metric, v, w))
+                deviation = error / matrices.get(f"stderr/{metric}", v, w)
+                inside[metric].append(deviation < 1.96)
+                worst = max(worst, deviation)
+    shares = {metric: sum(hits) / len(hits) for metric, hits in inside.items()}
+    assert all(0.90 <= share <= 0.99 for share in shares.values()), shares
+    assert worst < 8
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "mse"])
+def test_intervals_cover_the_truth_on_a_network(kind: str) -> None:
+    """The same for `measure` on a residual MLP with LayerNorm and GELU."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cases.ResidualMLP(width=40)
+    batch = torch.randn(cases.SAMPLES, 7, generator=torch.Generator().manual_seed(2)), cases.targets()
+    options = {"loss": cases.user_loss(kind), "nodes": ["stem", "blocks.*"]}
+    truth = curvmon.exact(model, batch, **options)
+    inside: dict[str, list[bool]] = {metric: [] for metric in METRICS}
+    for seed in range(60):
+        found = curvmon.measure(model, batch, **options, max_hvps=150, seed=seed)
+        for metric in METRICS:
+            for v, w in PAIRS:
+                if (metric == "coupling" and v == w) or (metric == "gn_gap" and w == 2):
+                    continue  # C(v, v) = 1; T = 0 in front of the linear head: both without error
+                error = abs(getattr(found, metric) - getattr(truth, metric))[v, w]
+                inside[metric].append(bool(error < 1.96 * found.stderr[metric][v, w]))
+    shares = {metric: sum(hits) / len(hits) for metric, hits in inside.items()}
+    assert all(0.90 <= share <= 0.99 for share in shares.values()), shares
+
+
+def test_estimates_are_unbiased() -> None:
+    operator = problem(1.0)
+    squares = [estimate(operator, seed).matrices.get("resonance", 0, 1) ** 2 for seed in range(200)]
+    mean, spread = sum(squares) / 200, torch.tensor(squares).std().item()
+    assert abs(mean - operator.truth("resonance", 0, 1) ** 2) < 4 * spread / math.sqrt(200)
+
+
+def test_stops_at_the_tolerance() -> None:
+    """A tighter tolerance costs more and delivers what it promises."""
+    operator = problem(0.5)
+    loose, tight = (estimate(operator, 0, None, rtol) for rtol in (0.1, 0.01))
+    assert loose.hvps < tight.hvps
+    assert not loose.notes and not tight.notes
+    for v, w in PAIRS:
+        for metric in ("resonance", "coupling"):
+            assert tight.matrices.get(f"stderr/{metric}", v, w) <= 0.01 * tight.matrices.get(metric, v, w)
+
+
+@pytest.mark.parametrize("limit", [30, 31, 50, 77, 200])
+def test_never_spends_more_than_allowed_and_counts_right(limit: int) -> None:
+    operator = problem(0.5)
+    found = estimate(operator, 0, limit, rtol=1e-4)
+    assert found.hvps == operator.products <= limit
+    assert any("max_hvps" in note for note in found.notes)
+
+
+def test_a_budget_below_the_minimum_is_refused() -> None:
+    with pytest.raises(curvmon.InputError, match="max_hvps=29 is too few for 3 nodes: at least 30"):
+        estimate(problem(1.0), 0, 29)
+
+
+@pytest.mark.parametrize("rtol", [0.0, -1.0, math.nan])
+def test_a_tolerance_that_is_not_positive_is_refused(rtol: float) -> None:
+    with pytest.raises(curvmon.InputError, match="rtol must be positive"):
+        estimate(problem(1.0), 0, None, rtol)
+
+
+def test_small_nodes_are_exact() -> None:
+    sizes = (3, 12, 8)
+    matrix = symmetric(0.5, 3, size=sum(sizes))
+    operator = Dense(matrix, matrix @ matrix, sizes)
+    found = estimate(operator, 0, None)
+    assert found.hvps == 2 * sum(sizes)
+    for metric in METRICS:
+        for v, w in PAIRS:
+            assert found.matrices.get(metric, v, w) == pytest.approx(operator.truth(metric, v, w), rel=1e-10)
+
+
+def test_low_rank_blocks_are_exact() -> None:
+    """The basis holds all of a block of rank two: no probe is needed to know the rest is nothing."""
+    factors = torch.randn(sum(SIZES), 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    operator = Dense(factors @ factors.T, factors @ factors.T)
+    found = estimate(operator, 0).matrices
+    for v, w in PAIRS:
+        assert found.get("resonance", v, w) == pytest.approx(operator.truth("resonance", v, w), rel=1e-10)
+        assert found.get("stable_rank", v, w) == pytest.approx(operator.truth("stable_rank", v, w), rel=1e-10)
+        assert found.get("gn_gap", v, w) < 1e-10
+
+
+def test_the_split_of_a_norm_adds_up() -> None:
+    """‖A‖² = ‖A^T Q_v‖² + ‖P_v A Q_w‖² + ‖P_v A P_w‖²"""
+    operator = problem(0.5)
+    basis = SharedBasis(operator)
+    g = torch.Generator().manual_seed(5)
+    for v, size in enumerate(SIZES):
+        basis.extend(v, torch.randn(size, 4, generator=g, dtype=torch.float64), most=3)
+        assert basis.size(v) == 3
+    for v, w in PAIRS:
+        A = operator.block(0, v, w)
+        rest = torch.linalg.norm(basis.outside(w, basis.outside(v, A).T)) ** 2
+        assert basis.captured(v, w).hessian + rest.item() == pytest.approx(torch.linalg.norm(A).item() ** 2)
+
+
+def test_a_wrong_second_derivative_shows_as_asymmetry() -> None:
+    class Skewed(Dense):
+        def hessian_columns(self, w: int, z: Tensor) -> list[Tensor]:
+            return [column * (1.1 if v > w else 1.0) for v, column in enumerate(super().hessian_columns(w, z))]
+
+    matrix = symmetric(1.0, 1)
+    found = estimate(Skewed(matrix, matrix), 0)
+    assert any("not symmetric" in note for note in found.notes)
+    assert not any("not symmetric" in note for note in estimate(problem(1.0), 0).notes)
+
+
+def test_probes_are_signs_from_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    like = torch.zeros(1000, dtype=torch.float64)
+    one, two = (rademacher(like, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert torch.equal(one, two) and torch.equal(one.abs(), torch.ones_like(one)) and abs(one.mean()) < 0.1
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (4, 2.7764), (5, 2.5706), (10, 2.2281), (30, 2.0423)])
+def test_small_sample_factor_is_students(freedom: int, quantile: float) -> None:
+    """97.5 % points of Student's t from the usual tables."""
+    assert 1.959964 * small_sample_factor(freedom) == pytest.approx(quantile, rel=4e-3)
