@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SAMPLES, CLASSES, WIDTH = 6, 5, 18
+SAMPLES, CLASSES, WIDTH = 6, 5, 32
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from curvmon.curvature.metrics import Matrices, Norms, pair_metrics
 from curvmon.curvature.operators import BlockOperator
-from curvmon.curvature.probes import PARTS, RestSamples, Term, rademacher
-from curvmon.curvature.subspace import Captured, Leading, SharedBasis, products
+from curvmon.curvature.probes import PARTS, RestSamples, Term, gaussian
+from curvmon.curvature.subspace import Leading, PerPart, SharedBasis, precise, products
 from curvmon.errors import InputError
 from curvmon.types import Metric
 
@@ -30,7 +30,7 @@ PRODUCTS_PER_NODE = 400
 class Block(NamedTuple):
     """What the bases know of one pair v <= w."""
 
-    captured: Captured
+    captured: PerPart
     leading: Leading
     asymmetry: float
 
@@ -53,8 +53,6 @@ class PairEstimator:
         max_hvps: int | None,
         generator: torch.Generator,
     ) -> None:
-        if not rtol > 0:
-            raise InputError(f"rtol must be positive, not {rtol}")
         self._operator = operator
         self._names = names
         self._rtol = rtol
@@ -69,6 +67,8 @@ class PairEstimator:
                 f"raise it or choose fewer nodes"
             )
         self._limit = PRODUCTS_PER_NODE * self._n if max_hvps is None else max_hvps
+        # columns per node, each a product with H and one with GN
+        self._columns = self._limit // (self._n * self._price)
         self._limited_by_user = max_hvps is not None
         self._spent = 0
         self._eps = torch.finfo(operator.templates[0].dtype).eps
@@ -85,30 +85,26 @@ class PairEstimator:
     def _pairs(self) -> list[tuple[int, int]]:
         return [(v, w) for v in range(self._n) for w in range(v, self._n)]
 
-    def _afford(self, wanted: int, share: float) -> int:
-        """How many of `wanted` columns per node fit into this share of the whole budget; one at least."""
-        return max(1, min(wanted, int(share * self._limit / (self._n * self._price))))
-
     def _build_basis(self) -> None:
         """Sketch every node with random probes, keep the leading directions of what arrives at each node."""
-        sketches = self._afford(max(2, -(-4 // self._n)), 1 / 8)
-        columns = self._afford(max(6, 2 * self._n), 3 / 8)
-        small = [t.numel() <= min(SMALL_NODE, self._afford(SMALL_NODE, 3 / 4)) for t in self._operator.templates]
+        sketches = max(1, min(max(2, -(-4 // self._n)), self._columns // 8))
+        columns = max(1, min(max(6, 2 * self._n), 3 * self._columns // 8))
+        small = [t.numel() <= min(SMALL_NODE, self._columns - sketches) for t in self._operator.templates]
         arrived: dict[int, list[Tensor]] = defaultdict(list)
         for w, template in enumerate(self._operator.templates):
             if all(small):
                 break
             count = min(sketches, template.numel())
-            z = torch.stack([rademacher(template, self._generator) for _ in range(count)], dim=1)
-            images = products(self._operator, w, z)
+            images = products(self._operator, w, gaussian(template, count, self._generator))
             self._spent += self._price * count
-            for v, hessian in enumerate(images.hessian):
-                arrived[v].append(hessian)
+            for v, image in enumerate(images.hessian):
+                # every pair counts the same; T, where it is small, less
+                hessian = precise(image)
+                scale = torch.linalg.vector_norm(hessian, dim=0).clamp_min(torch.finfo(hessian.dtype).tiny)
+                arrived[v].append(hessian / scale)
                 if images.gauss_newton is not None:
-                    remainder = hessian - images.gauss_newton[v]
-                    # below that, T is rounding and its directions are noise
-                    if remainder.norm() > 1e3 * self._eps * hessian.norm():
-                        arrived[v].append(remainder)
+                    remainder = hessian - precise(images.gauss_newton[v])
+                    arrived[v].append(remainder / torch.linalg.vector_norm(remainder, dim=0).maximum(scale))
         for v in range(self._n):
             if small[v]:
                 self._spent += self._basis.complete(v)
@@ -118,22 +114,23 @@ class PairEstimator:
     def _extended(self, v: int, candidates: Tensor, most: int) -> int:
         """Extend the basis; a node on which nothing arrives gets one random direction, so that zero is seen as zero."""
         if not candidates.any():
-            candidates = rademacher(self._operator.templates[v], self._generator).unsqueeze(1)
+            candidates = gaussian(self._operator.templates[v], 1, self._generator)
         return self._basis.extend(v, candidates, most)
 
     def _refine_basis(self) -> None:
         """Add the missing part of the leading singular vectors, worst pair first, until all spectral norms settle."""
         while True:
             leading = {pair: self._basis.leading(*pair) for pair in self._pairs()}
-            unsettled = [pair for pair in self._pairs() if leading[pair].doubt > self._rtol / 4]
+            # the rest is not known yet; that it is no stronger than what was found is the cautious guess
+            unsettled = [pair for pair in self._pairs() if leading[pair].error(rest=1.0) > self._rtol / 2]
             # half of the budget is for the probes, and three for every node in any case
-            ceiling = min(self._limit // 2, self._limit - FEWEST_PROBES * self._n * self._price)
-            affordable = (ceiling - self._spent) // self._price
+            reserved = FEWEST_PROBES * len(self._open_nodes()) * self._price
+            affordable = (min(self._limit // 2, self._limit - reserved) - self._spent) // self._price
             wanted: dict[int, list[Tensor]] = defaultdict(list)
-            for v, w in sorted(unsettled, key=lambda pair: -leading[pair].doubt):
+            for v, w in sorted(unsettled, key=lambda pair: -leading[pair].error(rest=1.0)):
                 for node, missing in {v: leading[v, w].at_row, w: leading[v, w].at_col}.items():
                     if missing is not None and affordable > 0:
-                        wanted[node].append(missing)
+                        wanted[node].append(missing / torch.linalg.vector_norm(missing))
                         affordable -= 1
             before = self._spent
             for v, candidates in wanted.items():
@@ -141,12 +138,15 @@ class PairEstimator:
             if self._spent == before:
                 return
 
+    def _open_nodes(self) -> list[int]:
+        return [v for v in range(self._n) if not self._basis.is_complete(v)]
+
     def _block(self, v: int, w: int) -> Block:
         captured = self._basis.captured(v, w)
         return Block(captured, self._basis.leading(v, w), self._basis.asymmetry(v, w))
 
     def _probe_until_sure(self) -> Estimate:
-        open_nodes = [v for v in range(self._n) if not self._basis.is_complete(v)]
+        open_nodes = self._open_nodes()
         first = max(
             FEWEST_PROBES, min(FIRST_PROBES, (self._limit - self._spent) // max(1, self._price * len(open_nodes)))
         )
@@ -156,7 +156,8 @@ class PairEstimator:
                 self._spent += self._rest.add(v, count, self._generator)
             matrices = self._assemble()
             unsure = self._unsure(matrices)
-            wanted = {v: -(-self._rest.count(v) // 2) for v in open_nodes if v in unsure}
+            wanted = {v: min(-(-self._rest.count(v) // 2), self._rest.room(v)) for v in open_nodes if v in unsure}
+            wanted = {v: count for v, count in wanted.items() if count > 0}
             if not wanted:
                 return Estimate(matrices, self._spent, self._asymmetry_notes())
             if self._spent + self._price * sum(wanted.values()) > self._limit:
@@ -182,8 +183,8 @@ class PairEstimator:
         for v, w in self._pairs():
             for metric in ("resonance", "coupling", "gn_gap"):
                 value, error = matrices.get(metric, v, w), matrices.get(f"stderr/{metric}", v, w)
-                # a gap far below one need not be known to 5 % of itself
-                scale = max(value, self._rtol) if metric == "gn_gap" else value
+                # D has twice the relative error of R; a gap far below one need not be known to 5 % of itself
+                scale = {"resonance": value / 2, "gn_gap": max(value, self._rtol)}.get(metric, value)
                 if error > self._rtol * scale and math.isfinite(scale):
                     unsure.update((v, w))
         return unsure
@@ -193,7 +194,8 @@ class PairEstimator:
         hessian, gauss_newton, remainder = (
             captured + self._rest.mean(part, v, w) for part, captured in zip(PARTS, block.captured)
         )
-        return Norms(hessian, gauss_newton, remainder, block.leading.norm)
+        # what the bases missed altogether can still be stronger than what they hold
+        return Norms(hessian, gauss_newton, remainder, max(block.leading.norm, self._rest.spectral_norms(v, w)[0]))
 
     def _assemble(self) -> Matrices:
         matrices = Matrices(self._names)
@@ -206,17 +208,17 @@ class PairEstimator:
         return matrices
 
     def _errors(self, v: int, w: int, norms: Norms, row: float, col: float) -> dict[Metric, float]:
-        """Standard errors by the delta method, plus what no probe can tell (`_floor`)."""
-        noise, floor = self._rest.standard_error, self._floor(v, w)
+        """Standard errors by the delta method, plus rounding."""
+        noise, rounding = self._rest.standard_error, self._rounding(v, w)
         if norms.hessian == 0:
             return {"resonance": 0.0, "coupling": math.nan, "stable_rank": math.nan, "gn_gap": math.nan}
         resonance = math.sqrt(norms.hessian)
         relative = noise([(0.5 / norms.hessian, "hessian", v, w)])
-        rank = norms.hessian / norms.spectral**2
+        rank = norms.hessian / norms.spectral**2 if norms.spectral else math.nan
         errors: dict[Metric, float] = {
-            "resonance": resonance * math.hypot(relative, floor),
+            "resonance": resonance * math.hypot(relative, rounding),
             "coupling": 0.0,
-            "stable_rank": 2 * rank * math.hypot(relative, self._spectral_error(v, w), floor),
+            "stable_rank": 2 * rank * math.hypot(relative, self._spectral_error(v, w), rounding),
             "gn_gap": math.nan,
         }
         if v != w and row > 0 and col > 0:
@@ -225,39 +227,25 @@ class PairEstimator:
                 (-0.25 / row, "hessian", v, v),
                 (-0.25 / col, "hessian", w, w),
             ]
-            errors["coupling"] = resonance / (row * col) ** 0.25 * math.hypot(noise(terms), floor)
+            errors["coupling"] = resonance / (row * col) ** 0.25 * math.hypot(noise(terms), rounding)
         if norms.gauss_newton > 0:
             gap = math.sqrt(norms.remainder / norms.gauss_newton)
             terms = [(-0.5 * gap / norms.gauss_newton, "gauss_newton", v, w)]
             if gap > 0:
                 terms.append((0.5 * gap / norms.remainder, "remainder", v, w))
             # T = H - GN inherits the rounding of both, however small it is itself
-            rounding = self._rounding(v, w) * (1 + resonance / math.sqrt(norms.gauss_newton))
-            errors["gn_gap"] = math.hypot(noise(terms), floor * gap, rounding)
+            rounding *= 1 + gap + resonance / math.sqrt(norms.gauss_newton)
+            errors["gn_gap"] = math.hypot(noise(terms), rounding)
         return errors
 
     def _rounding(self, v: int, w: int) -> float:
         """Relative error from floating-point arithmetic, as it shows in the asymmetry of the block."""
         return max(4 * self._eps, self._blocks[v, w].asymmetry)
 
-    def _floor(self, v: int, w: int) -> float:
-        """Relative error below which no estimate claims to be.
-
-        Rounding; and where a rest was estimated, a fiftieth of `rtol`: a direction that all probes happened to miss
-        does not show in their spread.
-        """
-        rounding = self._rounding(v, w)
-        estimated = self._rest.mean("hessian", v, w) > (rounding * self._blocks[v, w].leading.norm) ** 2
-        return max(rounding, self._rtol / 50 if estimated else 0.0)
-
     def _spectral_error(self, v: int, w: int) -> float:
-        """Relative error of ‖H[v, w]‖_2 from what lies outside the bases.
-
-        To first order it misses ε_v ε_w ‖P_v H P_w‖_2; and if that norm is itself larger, the leading direction.
-        """
-        norm, doubt, _, _ = self._blocks[v, w].leading
-        fourth, second = self._rest.fourth_moment(v, w), self._rest.mean("hessian", v, w)
-        if not (second > 0 and fourth > 0):
-            return 0.0
-        at_most, at_least = fourth**0.25 / norm, math.sqrt(fourth / second) / norm
-        return math.hypot(doubt * at_most, max(0.0, at_least - 1))
+        """Relative error of ‖H[v, w]‖_2; where the rest is stronger than what the bases hold, its known range."""
+        leading = self._blocks[v, w].leading
+        at_least, at_most = self._rest.spectral_norms(v, w)
+        if leading.norm <= at_least:
+            return at_most / at_least - 1 if at_least else 0.0
+        return leading.error(at_most / leading.norm)

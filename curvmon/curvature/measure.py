@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from curvmon.curvature.arguments import check_budget
 from curvmon.curvature.estimators import PairEstimator
 from curvmon.curvature.session import Loss, open_session
 from curvmon.types import Measurement
@@ -60,10 +61,11 @@ def measure(
         torch.Size([2, 2])
     """
     start = time.perf_counter()
+    check_budget(rtol, max_hvps, seed)
     with open_session(
         model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, seed=seed, dtype=None
     ) as session:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         estimator = PairEstimator(session.operator, session.names, rtol=rtol, max_hvps=max_hvps, generator=generator)
         estimate = estimator.run()
     matrices = estimate.matrices

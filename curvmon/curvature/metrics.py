@@ -57,7 +57,8 @@ def pair_metrics(pair: Norms, row: float, col: float, eps: float, *, diagonal: b
         gap, reason = math.inf, "without a Gauss-Newton part: the gap is infinite"
     elif not math.isnan(pair.gauss_newton):
         gap = math.sqrt(pair.remainder / pair.gauss_newton)
-    return PairMetrics(resonance, coupling, pair.hessian / pair.spectral**2, gap, reason)
+    rank = pair.hessian / pair.spectral**2 if pair.spectral else nan
+    return PairMetrics(resonance, coupling, rank, gap, reason)
 
 
 class Matrices:
@@ -70,7 +71,7 @@ class Matrices:
 
     def put(self, name: str, v: int, w: int, value: float) -> None:
         n = len(self.nodes)
-        matrix = self._values.setdefault(name, torch.full((n, n), math.nan, dtype=torch.float64))
+        matrix = self._values.setdefault(name, torch.full((n, n), math.nan, dtype=torch.float64, device="cpu"))
         matrix[v, w] = matrix[w, v] = value
 
     def get(self, name: str, v: int, w: int) -> float:

@@ -15,6 +15,8 @@ from curvmon.curvature.trees import named_tensors
 from curvmon.errors import NodeError
 
 MIN_NODES, MAX_NODES = 5, 8
+ROOT = "root"
+"""what the model itself is called; its name in torch is empty"""
 
 
 class Node(NamedTuple):
@@ -34,6 +36,11 @@ class Call(NamedTuple):
     shape: torch.Size | None
     returned: str
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """By identity: the hash of a torchmetrics module changes with its state."""
+        return id(self.module), self.call
+
 
 def first_floating(output: Any) -> Tensor | None:
     """The tensor that stands for a module's output: LSTM and attention modules return tuples."""
@@ -43,16 +50,18 @@ def first_floating(output: Any) -> Tensor | None:
 def record_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
     """Run once and list the calls of all submodules, in the order in which they returned."""
     calls: list[Call] = []
-    counts: Counter[nn.Module] = Counter()
-    names = module_names(model)
+    counts: Counter[int] = Counter()
+    names = {id(module): _clean(name) for name, module in model.named_modules()}
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         tensor = first_floating(output)
         shape = None if tensor is None else tensor.shape
-        calls.append(Call(names[module], module, counts[module], shape, type(output).__name__))
-        counts[module] += 1
+        calls.append(Call(names[id(module)], module, counts[id(module)], shape, type(output).__name__))
+        counts[id(module)] += 1
 
-    handles = [module.register_forward_hook(hook) for module in names]
+    # scripted modules take no hooks
+    hookable = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    handles = [module.register_forward_hook(hook) for module in hookable]
     try:
         run()
     finally:
@@ -61,12 +70,8 @@ def record_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
     return calls
 
 
-def module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Module to name, without the `_orig_mod` that torch.compile inserts."""
-    return {module: _clean(name) for name, module in model.named_modules()}
-
-
 def _clean(name: str) -> str:
+    """A name without the `_orig_mod` that torch.compile inserts."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -77,15 +82,17 @@ def resolve(model: nn.Module, calls: list[Call], wanted: Sequence[str], what: st
     `.call2` to mean only the second call of a module.
     """
     known = {_clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    chosen: set[tuple[nn.Module, int]] = set()
+    known.setdefault(ROOT, model)
+    known.setdefault(f"{ROOT}_", model)
+    chosen: set[tuple[int, int]] = set()
     for pattern in wanted:
         clean = _clean(pattern)
         base, call = _split_call(clean, known)
         if base in known:
             chosen.update(_named(calls, base, known[base], call, what))
         elif any(c in pattern for c in "*?["):
-            matched = {module for name, module in known.items() if _matches(name, clean)}
-            usable = {(c.module, c.call) for c in calls if c.module in matched and c.shape is not None}
+            matched = {id(module) for name, module in known.items() if _matches(name, clean)}
+            usable = {c.key for c in calls if id(c.module) in matched and c.shape is not None}
             if not usable:
                 reason = (
                     "matches modules, but none of them returned a floating tensor" if matched else "matches no module"
@@ -96,7 +103,7 @@ def resolve(model: nn.Module, calls: list[Call], wanted: Sequence[str], what: st
             near = difflib.get_close_matches(clean, known, n=5, cutoff=0.4)
             hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_some(list(known))}"
             raise NodeError(f"the model has no module {pattern!r}; {hint}")
-    return [call for call in calls if (call.module, call.call) in chosen]
+    return [call for call in calls if call.key in chosen]
 
 
 def _split_call(name: str, known: dict[str, nn.Module]) -> tuple[str, int | None]:
@@ -106,7 +113,7 @@ def _split_call(name: str, known: dict[str, nn.Module]) -> tuple[str, int | None
     return name, None
 
 
-def _named(calls: list[Call], name: str, module: nn.Module, call: int | None, what: str) -> list[tuple[nn.Module, int]]:
+def _named(calls: list[Call], name: str, module: nn.Module, call: int | None, what: str) -> list[tuple[int, int]]:
     ran = [c for c in calls if c.module is module and (call is None or c.call == call)]
     if not ran:
         when = "is never called in this loss" if call is None else f"has no call {call + 1} in this loss"
@@ -117,7 +124,7 @@ def _named(calls: list[Call], name: str, module: nn.Module, call: int | None, wh
                 f"{what} {name!r} returned {c.returned}, not a floating tensor; "
                 f"choose a module that returns activations"
             )
-    return [(c.module, c.call) for c in ran]
+    return [c.key for c in ran]
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -142,9 +149,10 @@ def _some(names: list[str], most: int = 12) -> str:
 
 def labelled(calls: list[Call], chosen: list[Call]) -> list[Node]:
     """Nodes with unique labels: the module's name, with `.call1`, `.call2`, … where it is called several times."""
-    total = Counter(call.module for call in calls)
+    total = Counter(id(call.module) for call in calls)
+    root = ROOT if all(call.name != ROOT for call in calls) else f"{ROOT}_"
     return [
-        Node((c.name or "model") + (f".call{c.call + 1}" if total[c.module] > 1 else ""), c.module, c.call)
+        Node((c.name or root) + (f".call{c.call + 1}" if total[id(c.module)] > 1 else ""), c.module, c.call)
         for c in chosen
     ]
 
@@ -152,47 +160,46 @@ def labelled(calls: list[Call], chosen: list[Call]) -> list[Node]:
 def choose(model: nn.Module, calls: list[Call], usable: Callable[[Call], bool]) -> list[Call]:
     """Five to eight blocks in execution order.
 
-    Start from the whole model and open the heaviest group of siblings of one class until there are enough blocks:
-    a wrapper (`self.model`, a Sequential, a ModuleList) is opened at once, stages and Transformer layers are kept
-    whole. Blocks carry parameters; norms are part of the block before them. More than eight are thinned out evenly.
+    Start from the whole model and open the deepest group of siblings of one class until there are enough blocks: a
+    wrapper (`self.model`, a Sequential, a ModuleList) is opened at once, stages and Transformer layers are kept whole.
+    Blocks carry parameters; norms are part of the block before them. More than eight are thinned out evenly.
     """
     calls = [call for call in calls if usable(call) and _is_block(call.module)]
-    frontier = _heads([model], calls)
+    ran = {id(call.module) for call in calls}
+    frontier = _heads([model], ran)
     while True:
-        count = sum(call.module in set(frontier) for call in calls)
-        if count >= MIN_NODES:
-            break
-        groups: dict[Any, list[nn.Module]] = {}
+        kept = [call for call in calls if any(call.module is module for module in frontier)]
+        groups: dict[type, list[nn.Module]] = {}
         for module in frontier:
-            if _heads(list(module.children()), calls):
+            if _heads(list(module.children()), ran):
                 groups.setdefault(type(module), []).append(module)
-        if not groups:
+        if len(kept) >= MIN_NODES or not groups:
             break
-        heaviest = max(groups.values(), key=lambda group: sum(_weight(module) for module in group))
+        deepest = max(groups.values(), key=lambda group: sum(_depth(module, ran) for module in group))
+        opened = {id(module) for module in deepest}
         frontier = [
             inner
             for module in frontier
-            for inner in (_heads(list(module.children()), calls) if module in heaviest else [module])
+            for inner in (_heads(list(module.children()), ran) if id(module) in opened else [module])
         ]
-        frontier = list(dict.fromkeys(frontier))
-    kept = [call for call in calls if call.module in set(frontier)]
     if len(kept) <= MAX_NODES:
         return kept
     return [kept[round(i * (len(kept) - 1) / (MAX_NODES - 1))] for i in range(MAX_NODES)]
 
 
-def _heads(modules: list[nn.Module], calls: list[Call]) -> list[nn.Module]:
+def _heads(modules: list[nn.Module], ran: set[int]) -> list[nn.Module]:
     """The topmost modules that ran: a ModuleList never runs itself, its children stand for it."""
-    ran = {call.module for call in calls}
     heads: list[nn.Module] = []
     for module in modules:
-        heads += [module] if module in ran else _heads(list(module.children()), calls)
+        heads += [module] if id(module) in ran else _heads(list(module.children()), ran)
     return heads
 
 
+def _depth(module: nn.Module, ran: set[int]) -> int:
+    """How many blocks ran inside."""
+    return sum(id(inner) in ran for inner in module.modules())
+
+
 def _is_block(module: nn.Module) -> bool:
-    return _weight(module) > 0 and "norm" not in type(module).__name__.lower()
-
-
-def _weight(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    has_parameters = next(module.parameters(), None) is not None
+    return has_parameters and "norm" not in type(module).__name__.lower()

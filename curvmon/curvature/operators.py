@@ -19,6 +19,8 @@ from torch import Tensor
 from curvmon.curvature.taps import TappedGraph
 from curvmon.errors import DoubleBackwardError, LossError
 
+NEGLECTED = 0.05
+"""GN is reported as long as no more than this share of the gradient bypasses the outputs."""
 Columns = list[Tensor]
 """H[v, w] z for every row v, each flat with d_v entries."""
 
@@ -49,7 +51,9 @@ class GraphOperator:
                 "the loss does not depend on any of the nodes "
                 f"({', '.join(node.label for node in graph.nodes)}); is it detached, or computed by another model?"
             )
-        self.has_gauss_newton = any(gradient is not None for gradient in self._output_gradients)
+        self.custom_functions = _check_graph([gradient for gradient in self.gradients if gradient is not None])
+        self.unexplained = self._unexplained()
+        self.has_gauss_newton = self.unexplained < NEGLECTED
         self._cotangents: list[Tensor] = []
         self._pullbacks: list[Tensor | None] = []
 
@@ -66,6 +70,21 @@ class GraphOperator:
         tangents = _product([self._pullbacks[w]], self._cotangents, [z.view_as(self.graph.taps[w])])
         curved = _product(self._output_gradients, self.graph.output_taps, tangents)
         return self._flat(_product(self.graph.outputs, self.graph.taps, curved))
+
+    def _unexplained(self) -> float:
+        """‖dL/de - J^T dL/d out‖ / ‖dL/de‖: the share of the loss that does not pass through the known outputs."""
+        known = [gradient.detach() for gradient in self._output_gradients if gradient is not None]
+        if not known:
+            return 1.0
+        outputs = [o for o, gradient in zip(self.graph.outputs, self._output_gradients) if gradient is not None]
+        through = _product(outputs, self.graph.taps, known)
+        squares = [
+            (torch.linalg.vector_norm(g - t).item() ** 2, torch.linalg.vector_norm(g).item() ** 2)
+            for g, t in zip(self.gradients, through)
+            if g is not None
+        ]
+        difference, whole = (sum(column) for column in zip(*squares))
+        return float((difference / whole) ** 0.5) if whole else 0.0
 
     def _flat(self, products: Sequence[Tensor]) -> Columns:
         return [product.reshape(-1) for product in products]
@@ -98,22 +117,23 @@ def _differentiate(
             )
         )
     except RuntimeError as error:
-        raise _explained(error, functions) from error
+        raise _explained(error) from error
 
 
-def _explained(error: RuntimeError, functions: Sequence[Tensor]) -> Exception:
+def _explained(error: RuntimeError) -> Exception:
     """Name the operation that has no second derivative, and a way out; other errors stay as they are."""
     text = str(error)
-    if "once_differentiable" in text:
-        names = ", ".join(sorted(_custom_functions(functions))) or "a custom autograd function"
-        operation, remedy = names, "write its backward with differentiable operations and drop @once_differentiable"
-    elif match := re.search(r"derivative for '?(?:aten::)?(\w+?)(_backward)?'? is not implemented", text):
+    if match := re.search(r"derivative for '?(?:aten::)?(\w+?)(_backward)?'? is not implemented", text):
         operation = match.group(1).strip("_")
         remedy = _REMEDIES.get(operation, "replace it by operations that have a double backward")
     elif "double backward" in text or "backward twice" in text or "twice differentiable" in text:
         operation, remedy = "an operation", text.splitlines()[0]
     else:
         return error
+    return _no_double_backward(operation, remedy)
+
+
+def _no_double_backward(operation: str, remedy: str) -> DoubleBackwardError:
     return DoubleBackwardError(
         f"{operation} between the nodes and the loss cannot be differentiated twice: {remedy}, or choose nodes "
         f"that lie behind it (only what is between the nodes and the loss is differentiated)"
@@ -126,16 +146,32 @@ _REMEDIES = {
 }
 
 
-def _custom_functions(functions: Sequence[Tensor]) -> set[str]:
-    """Names of the custom autograd functions in a graph."""
-    queue: list[Any] = [f.grad_fn for f in functions if f.grad_fn is not None]
-    seen, names = set(queue), set()
-    while queue:
-        function = queue.pop()
+def _check_graph(gradients: Sequence[Tensor]) -> list[str]:
+    """Names of the custom autograd functions in the graph of the gradients; an error if one cannot go on.
+
+    Under `once_differentiable` a gradient ends in an Error node that leads to no variable. `autograd.grad` never gets
+    there and would call the derivative zero.
+    """
+    names, ends = set(), False
+    for function in _reachable(gradients):
+        ends |= function.name() == "torch::autograd::Error"
         if isinstance(function, torch.autograd.function.BackwardCFunction):
             names.add(type(function).__name__.removesuffix("Backward"))
-        for following, _ in function.next_functions:
+    if ends:
+        raise _no_double_backward(
+            ", ".join(sorted(names)) or "a custom autograd function",
+            "write its backward with differentiable operations and drop @once_differentiable",
+        )
+    return sorted(names)
+
+
+def _reachable(tensors: Sequence[Tensor]) -> list[Any]:
+    """All nodes of the graph behind some tensors."""
+    queue: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(queue)
+    while queue:
+        for following, _ in queue.pop().next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 queue.append(following)
-    return names
+    return list(seen)

@@ -34,7 +34,8 @@ _BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy", F,
 _LINKS = _functions("log_softmax softmax sigmoid logsigmoid expit", F, torch, Tensor, torch.special)
 # What may stand between a link and the loss without being a layer.
 _CARRIERS = _functions(
-    """log clamp clip view reshape flatten unflatten squeeze unsqueeze transpose permute movedim contiguous clone
+    """add sub mul div __add__ __radd__ __mul__ __rmul__ __truediv__ log clamp clamp_min clamp_max clip
+    view reshape flatten unflatten squeeze unsqueeze transpose permute movedim contiguous clone
     float double to narrow select __getitem__""",
     torch,
     Tensor,
@@ -49,6 +50,12 @@ class _Step(NamedTuple):
     source: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    versions: tuple[int, int]
+
+    @property
+    def is_current(self) -> bool:
+        """Neither end was changed in place since: then a replay would compute something else."""
+        return self.versions == (self.source._version, self.result._version)
 
 
 class OutputFinder(TorchFunctionMode):
@@ -75,7 +82,8 @@ class OutputFinder(TorchFunctionMode):
         result = func(*args, **kwargs)
         is_step = func in _LINKS or (func in _CARRIERS and bool(args) and id(args[0]) in self._steps)
         if is_step and args and isinstance(result, Tensor) and result.requires_grad and result is not args[0]:
-            self._steps[id(result)] = _Step(result, func, args[0], args[1:], kwargs)
+            versions = args[0]._version, result._version
+            self._steps[id(result)] = _Step(result, func, args[0], args[1:], kwargs, versions)
         return result
 
     def __exit__(self, *exc: Any) -> None:
@@ -107,8 +115,10 @@ class OutputFinder(TorchFunctionMode):
 
     def _steps_to(self, argument: Tensor) -> list[_Step]:
         """The steps from the logits to `argument`, last first; empty if no link made it."""
-        steps = []
-        while (step := self._steps.get(id(argument))) is not None:
+        steps: list[_Step] = []
+        while (step := self._steps.get(id(argument))) is not None and step.is_current:
             steps.append(step)
+            if step.function in _LINKS:
+                return steps
             argument = step.source
-        return steps
+        return []

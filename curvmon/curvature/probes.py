@@ -1,10 +1,11 @@
 """Random probes for what the shared basis does not hold, and the standard errors that come with them.
 
-    ‖P_v A P_w‖_F² = E‖P_v A P_w z‖²,   z with independent entries ±1
+    ‖P_v A P_w‖_F² = d E‖P_v A u‖²,   u a random unit vector in the range of P_w, which has d dimensions
 
-One probe at w is a sample for the pairs of w with all nodes, and by symmetry a probe at v is one for the same pair.
-Functions of several norms (a ratio, a root) get their error by the delta method: every probe contributes the linearised
-change it makes to the function, so that the correlation between the blocks that one probe touches is accounted for.
+The probes at a node are orthogonal to each other: sampling without replacement, exact after d of them. One probe at w
+is a sample for the pairs of w with all nodes, and by symmetry a probe at v is one for the same pair. Functions of
+several norms (a ratio, a root) get their error by the delta method: every probe contributes the linearised change it
+makes to the function, so that the correlation between the blocks that one probe touches is accounted for.
 """
 
 from __future__ import annotations
@@ -24,16 +25,13 @@ Part = Literal["hessian", "gauss_newton", "remainder"]
 PARTS: tuple[Part, ...] = ("hessian", "gauss_newton", "remainder")
 Term = tuple[float, Part, int, int]
 """(slope, part, v, w): slope times ‖P_v A P_w‖_F² for A = part"""
-BOUND_WEIGHT = 8
-"""How many samples the bound on the variance counts for beside the sample variance (see `RestSamples`)."""
 # Student's t at 97.5 % over 1.96, for one to four degrees of freedom; a series takes over from five.
 _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
 
 
-def rademacher(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Independent ±1 entries, flat. Drawn on the CPU: the same seed means the same probe on every device."""
-    bits = torch.randint(0, 2, (like.numel(),), generator=generator)
-    return (2 * bits - 1).to(dtype=like.dtype, device=like.device)
+def gaussian(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Independent normal entries (d x count). Drawn on the CPU: the same seed means the same probes on every device."""
+    return torch.randn(like.numel(), count, generator=generator, device="cpu").to(dtype=like.dtype, device=like.device)
 
 
 def small_sample_factor(freedom: int) -> float:
@@ -53,31 +51,40 @@ def small_sample_factor(freedom: int) -> float:
 
 
 class RestSamples:
-    """Inner products <P_v A P_w z_i, P_v A P_w z_j> of the images of probes z_i at w, for every row v and A = H, GN, T.
+    """Inner products <A z_i, A z_j> of the images of probes z_i = sqrt(d) u_i at w, for every row v and A = H, GN, T.
 
-    Their diagonal are the samples ‖P_v A P_w z_i‖². The others tell how much these vary, far better than a handful of
-    samples does: with G = (P_v A P_w)^T (P_v A P_w),
+    Their diagonal are the samples ‖A z_i‖², with A short for P_v A P_w. The others tell how much these vary: with
+    G = A^T A and orthonormal u_i, uniformly distributed,
 
-        Var‖P_v A P_w z‖² = 2 (‖G‖_F² - Σ_i G_ii²) <= 2 ‖G‖_F² = 2 E (z_i^T G z_j)²,   i != j
+        Var (1/m) Σ_i ‖A z_i‖² = (2/m) (1 - m/d) E (z_i^T G z_j)²,   i != j
 
-    m probes have m (m-1) / 2 such products, so the bound is known well where the sample variance is not.
+    m probes have m (m-1) / 2 such products, which know the variance where a sample variance of m values does not.
+    The basis must not change once there are samples.
     """
 
     def __init__(self, operator: BlockOperator, basis: SharedBasis) -> None:
         self._operator = operator
         self._basis = basis
-        self._count = [0] * len(operator.templates)
+        self._probes = [precise(t.new_zeros((t.numel(), 0))) for t in operator.templates]
         # per node and (part, row), a matrix for every batch of probes
         self._products: list[dict[tuple[Part, int], list[Tensor]]] = [defaultdict(list) for _ in operator.templates]
 
     def count(self, w: int) -> int:
-        return self._count[w]
+        return self._probes[w].shape[1]
+
+    def room(self, w: int) -> int:
+        """How many more probes there can be at w before they span all that the basis does not."""
+        return self._dimension(w) - self.count(w)
+
+    def _dimension(self, w: int) -> int:
+        return self._operator.templates[w].numel() - self._basis.size(w)
 
     def add(self, w: int, count: int, generator: torch.Generator) -> int:
-        """`count` more probes at w; returns the products spent."""
-        template = self._operator.templates[w]
-        z = torch.stack([rademacher(template, generator) for _ in range(count)], dim=1)
-        images = products(self._operator, w, self._basis.outside(w, precise(z)))
+        """`count` more probes at w, at most `room`; returns the products spent."""
+        directions = self._fresh_directions(w, min(count, self.room(w)), generator)
+        if directions.shape[1] == 0:
+            return 0
+        images = products(self._operator, w, directions * math.sqrt(self._dimension(w)))
         for v, image in enumerate(images.hessian):
             hessian = self._basis.outside(v, precise(image))
             self._put(w, v, "hessian", hessian)
@@ -85,8 +92,16 @@ class RestSamples:
                 gauss_newton = self._basis.outside(v, precise(images.gauss_newton[v]))
                 self._put(w, v, "gauss_newton", gauss_newton)
                 self._put(w, v, "remainder", hessian - gauss_newton)
-        self._count[w] += count
-        return count * (1 if images.gauss_newton is None else 2)
+        self._probes[w] = torch.cat([self._probes[w], directions], dim=1)
+        return directions.shape[1] * (1 if images.gauss_newton is None else 2)
+
+    def _fresh_directions(self, w: int, count: int, generator: torch.Generator) -> Tensor:
+        """Orthonormal, uniformly distributed in what neither the basis nor earlier probes span."""
+        fresh = precise(gaussian(self._operator.templates[w], count, generator))
+        for _ in range(2):  # cancellation in the first projection leaves components behind
+            fresh = self._basis.outside(w, fresh)
+            fresh = torch.linalg.qr(fresh - self._probes[w] @ (self._probes[w].T @ fresh)).Q
+        return fresh
 
     def _put(self, w: int, v: int, part: Part, image: Tensor) -> None:
         self._products[w][part, v].append((image.T @ image).cpu())
@@ -100,14 +115,15 @@ class RestSamples:
         count = sum(self.count(at) for _, at in sides)
         return total / count if count else math.nan
 
-    def fourth_moment(self, v: int, w: int) -> float:
-        """Estimate of ‖G‖_F² = Σ σ_i⁴ over the singular values of P_v H[v, w] P_w, hence of its spectral norm's range:
+    def spectral_norms(self, v: int, w: int) -> tuple[float, float]:
+        """Estimated range of σ_max, the spectral norm of P_v H[v, w] P_w, from Σσ⁴ ≈ E (z_i^T G z_j)²:
 
         Σσ⁴ / Σσ² <= σ_max² <= sqrt(Σσ⁴)
         """
+        second = self.mean("hessian", v, w)
         matrices = [m for row, at in {(v, w), (w, v)} for m in self._products[at]["hessian", row]]
-        pairs = sum(len(m) * (len(m) - 1) for m in matrices)
-        return sum(_off_diagonal_squares(m) for m in matrices) / pairs if pairs else 0.0
+        fourth = _mean_square_off_diagonal(matrices)
+        return (math.sqrt(fourth / second), fourth**0.25) if second > 0 else (0.0, 0.0)
 
     def standard_error(self, terms: Iterable[Term]) -> float:
         """Standard error of Σ slope · ‖P_v A P_w‖_F² over `terms` (slope, part, v, w).
@@ -130,28 +146,24 @@ class RestSamples:
                 size[at] += sum(abs(m.trace().item()) for m in added) / self.count(at)
         if not combined:
             return 0.0
-        variance = sum(_variance_of_mean(matrices, size[at]) for at, matrices in combined.items())
-        freedom = sum(self.count(at) - 1 + BOUND_WEIGHT for at in combined)
+        variance = sum(self._variance(at, matrices, size[at]) for at, matrices in combined.items())
+        freedom = sum(self.count(at) - 1 for at in combined)
         return math.sqrt(variance) * small_sample_factor(freedom)
 
+    def _variance(self, at: int, matrices: Sequence[Tensor], size: float) -> float:
+        """Variance of the mean of the diagonals of `matrices`; `size` is that mean (of the terms' absolute values).
 
-def _variance_of_mean(batches: Sequence[Tensor], size: float) -> float:
-    """Variance of the mean of the samples on the diagonals, from them and from the products of different probes.
-
-    The spread of ‖A z‖² is a share r of its mean, so a mean that is low by chance brings an error that is too small. It
-    is therefore taken for the truth that this mean would be one standard error below: mean / (1 - r). `size` is the
-    mean (of the terms' absolute values).
-    """
-    samples = torch.cat([m.diagonal() for m in batches])
-    count = len(samples)
-    pairs = sum(len(m) * (len(m) - 1) for m in batches)
-    if pairs == 0:
-        return math.inf
-    bound = 2 * sum(_off_diagonal_squares(m) for m in batches) / pairs
-    variance = (BOUND_WEIGHT * bound + (count - 1) * samples.var().item()) / (BOUND_WEIGHT + count - 1)
-    deviation = math.sqrt(variance / count)
-    return (deviation / (1 - min(deviation / size, 0.8))) ** 2 if size else 0.0
+        The spread of ‖A z‖² is a share r of its mean, so a mean that is low by chance brings an error that is too
+        small. It is therefore taken for the truth that this mean would be one standard error below: mean / (1 - r).
+        """
+        if self.count(at) < 2:
+            return math.inf
+        population = 1 - self.count(at) / self._dimension(at)
+        deviation = math.sqrt(2 * population / self.count(at) * _mean_square_off_diagonal(matrices))
+        return (deviation / (1 - min(deviation / size, 0.8))) ** 2 if size else 0.0
 
 
-def _off_diagonal_squares(matrix: Tensor) -> float:
-    return (matrix.square().sum() - matrix.diagonal().square().sum()).item()
+def _mean_square_off_diagonal(matrices: Sequence[Tensor]) -> float:
+    pairs = sum(len(m) * (len(m) - 1) for m in matrices)
+    squares = sum((m.square().sum() - m.diagonal().square().sum()).item() for m in matrices)
+    return squares / pairs if pairs else 0.0

@@ -1,8 +1,7 @@
-"""From what the user passes to a tapped graph: check the input, find the nodes, run the loss, and leave no trace."""
+"""From what the user passes to a tapped graph: find the nodes, run the loss, and leave no trace."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvmon.curvature.isolation import isolated, reseed, to_dtype
+from curvmon.curvature.arguments import batch_size, check_arguments, explain_dtype, why_not_finite
+from curvmon.curvature.isolation import Isolation, isolated, to_dtype
 from curvmon.curvature.nodes import Call, choose, labelled, record_calls, resolve
 from curvmon.curvature.operators import GraphOperator
+from curvmon.curvature.randomness import reseed
 from curvmon.curvature.taps import TappedGraph, tapped_forward
-from curvmon.curvature.trees import map_tensors, named_tensors
-from curvmon.errors import InputError, LossError, NodeError
+from curvmon.curvature.trees import map_tensors
+from curvmon.errors import LossError, NodeError
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -35,42 +36,36 @@ def open_session(
     batch: Any,
     *,
     loss: Loss,
-    nodes: Sequence[str] | str | None,
+    nodes: Sequence[str] | None,
     output: str | None,
     batch_dim: int,
     seed: int,
     dtype: torch.dtype | None,
 ) -> Iterator[Session]:
     """Tap `model` under `loss` for the life of the context; the model is as before when it ends, however it ends."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not callable(loss):
-        raise InputError("loss must be a callable loss(model, batch) that returns a scalar tensor")
-    samples = _batch_size(batch, batch_dim)
-    with isolated(model, loss, seed=seed, dtype=dtype):
+    wanted = check_arguments(model, loss, nodes, output, batch_dim)
+    samples = batch_size(batch, batch_dim)
+    with isolated(model, loss, seed=seed, dtype=dtype) as isolation:
 
         def run() -> Any:
             reseed(seed)
             return loss(model, map_tensors(batch, lambda tensor: _own(tensor, dtype)))
 
-        calls = record_calls(model, run)
-        out = labelled(calls, resolve(model, calls, [output], "output")) if output is not None else None
+        calls = explain_dtype(lambda: _discover(model, run, isolation), dtype)
+        out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))
 
         def tap(chosen: list[Call]) -> TappedGraph:
             graph = tapped_forward(labelled(calls, chosen), run, batch_dim=batch_dim, output=out)
             if not torch.isfinite(graph.loss):
-                raise LossError(f"the loss is {graph.loss.item()}{_why_not_finite(batch, model)}")
+                raise LossError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph
 
-        if nodes is None:
-            operator = _automatic(model, calls, tap, samples, batch_dim)
+        if wanted is None:
+            operator, notes = _automatic(model, calls, tap, samples, batch_dim)
         else:
-            wanted = [nodes] if isinstance(nodes, str) else list(nodes)
-            if not wanted:
-                raise InputError("nodes is empty; pass module names or patterns, or None for an automatic choice")
-            operator = GraphOperator(tap(resolve(model, calls, wanted)))
+            operator, notes = GraphOperator(tap(resolve(model, calls, wanted))), []
         graph = operator.graph
-        notes = [*_output_notes(operator), *_size_notes(graph, samples, batch_dim), *_precision_notes(graph, dtype)]
+        notes += [*_output_notes(operator, output), *_graph_notes(operator, samples, batch_dim, dtype)]
         yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes)
 
 
@@ -79,61 +74,49 @@ def _own(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return to_dtype(tensor, dtype).requires_grad_(tensor.requires_grad)
 
 
-def _batch_size(batch: Any, batch_dim: int) -> int | None:
-    """The usual size along `batch_dim` of the tensors in the batch; None for a batch without tensors."""
-    tensors = list(named_tensors(batch))
-    sizes = [t.shape[batch_dim] for _, t in tensors if -t.ndim <= batch_dim < t.ndim]
-    if tensors and not sizes:
-        shapes = ", ".join(f"{path} has shape {tuple(t.shape)}" for path, t in tensors[:3])
-        raise InputError(f"batch_dim={batch_dim} does not exist: {shapes}")
-    if not sizes:
-        return None
-    samples = Counter(sizes).most_common(1)[0][0]
-    if samples == 0:
-        raise InputError("the batch is empty: no samples along batch_dim, so there is no loss to differentiate")
-    return samples
-
-
-def _why_not_finite(batch: Any, model: nn.Module) -> str:
-    """Where the first NaN comes from. Infinite inputs are legal: attention masks hold -inf."""
-    for path, tensor in named_tensors(batch):
-        if tensor.is_floating_point() and torch.isnan(tensor).any():
-            return f": {path} contains NaN; clean the input or skip this batch"
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            return f": parameter {name!r} is not finite; training has diverged"
-    return " although inputs and parameters are finite; look for log or division by zero, or overflow"
+def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) -> list[Call]:
+    """The calls of one forward pass; with trainable copies if the loss itself differentiates by the parameters."""
+    try:
+        return record_calls(model, run)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        isolation.thaw()
+        return record_calls(model, run)
 
 
 def _automatic(
     model: nn.Module, calls: list[Call], tap: Callable[[list[Call]], TappedGraph], samples: int | None, batch_dim: int
-) -> GraphOperator:
-    """Choose nodes, leaving out those that the loss does not depend on and the output itself."""
-    left_out: set[tuple[nn.Module, int]] = set()
+) -> tuple[GraphOperator, list[str]]:
+    """Choose nodes, leaving out those that the loss does not depend on and, if two others remain, the output itself."""
+    left_out: set[tuple[int, int]] = set()
+    unrelated: LossError | None = None
 
-    def usable(call: Call) -> bool:
+    def has_samples(call: Call) -> bool:
         shape = call.shape
-        if shape is None or (call.module, call.call) in left_out or not -len(shape) <= batch_dim < len(shape):
+        if shape is None or not -len(shape) <= batch_dim < len(shape):
             return False
         return samples is None or shape[batch_dim] == samples
 
-    unrelated: LossError | None = None
+    def usable(call: Call) -> bool:
+        return has_samples(call) and call.key not in left_out
+
     while chosen := choose(model, calls, usable):
         graph = tap(chosen)
         try:
             operator = GraphOperator(graph)
         except LossError as error:  # another part of the model may still have a say
             unrelated = error
-            left_out.update((node.module, node.call) for node in graph.nodes)
+            left_out.update(call.key for call in chosen)
             continue
-        unfit = {
-            (node.module, node.call)
-            for i, node in enumerate(graph.nodes)
-            if operator.gradients[i] is None or _is_output(graph, i)
-        }
-        if not unfit or len(chosen) - len(unfit) < 2:
-            return operator
-        left_out |= unfit
+        dead = {call.key for call, gradient in zip(chosen, operator.gradients) if gradient is None}
+        outputs = {call.key for i, call in enumerate(chosen) if _is_output(graph, i)}
+        if dead:
+            left_out.update(dead)
+        elif outputs and len(chosen) - len(outputs) >= 2:
+            left_out.update(outputs)
+        else:
+            return operator, _shape_notes(calls, has_samples, samples, batch_dim)
     raise unrelated or NodeError(
         "no module with parameters returned a floating tensor with the batch's samples along "
         f"batch_dim={batch_dim}; pass nodes=[...] or the right batch_dim"
@@ -146,34 +129,70 @@ def _is_output(graph: TappedGraph, i: int) -> bool:
     return any(out is tapped or out._base is tapped for out in graph.outputs)
 
 
-def _output_notes(operator: GraphOperator) -> list[str]:
-    if operator.has_gauss_newton:
+def _shape_notes(
+    calls: list[Call], has_samples: Callable[[Call], bool], samples: int | None, batch_dim: int
+) -> list[str]:
+    """Modules with parameters that were passed over because of their shape: maybe `batch_dim` is wrong."""
+    odd = [
+        call
+        for call in calls
+        if call.name
+        and call.shape is not None
+        and not has_samples(call)
+        and samples in call.shape
+        and next(call.module.parameters(), None) is not None
+    ]
+    if not odd:
         return []
+    some = ", ".join(f"{call.name} {tuple(call.shape or ())}" for call in odd[:2])
     return [
-        "gn_gap is NaN: no torch loss function (F.cross_entropy, F.mse_loss, …) was seen between nodes and loss, "
-        'so the output of the network is not known; pass output="name of the module that returns the predictions" '
-        '(output="" for the model itself)'
+        f"{len(odd)} modules do not have the batch's {samples} samples along batch_dim={batch_dim} and were left out "
+        f"({some}{', …' if len(odd) > 2 else ''}); pass another batch_dim, or nodes=[...]"
     ]
 
 
-def _size_notes(graph: TappedGraph, samples: int | None, batch_dim: int) -> list[str]:
-    notes = []
-    for node, tapped in zip(graph.nodes, graph.tapped):
+def _output_notes(operator: GraphOperator, output: str | None) -> list[str]:
+    """Is the Gauss-Newton part that of the whole loss?"""
+    advice = (
+        'pass output="name of the module that returns the predictions", '
+        'or output="" for the model itself, if its first tensor is all that the loss depends on'
+    )
+    if operator.unexplained == 1.0 and output is not None:
+        return [f"gn_gap is NaN: the loss does not depend on the output of {output!r}"]
+    if not operator.graph.outputs:
+        return [
+            "gn_gap is NaN: no torch loss function (F.cross_entropy, F.mse_loss, …) was seen between nodes and loss, "
+            f"so the output of the network is not known; {advice}"
+        ]
+    share = f"{100 * operator.unexplained:.2g} % of the gradient does not pass through the output"
+    where = f"{output!r}" if output is not None else f"the inputs of {', '.join(dict.fromkeys(operator.graph.losses))}"
+    if not operator.has_gauss_newton:
+        return [f"gn_gap is NaN: {share} ({where}): the loss has another term written by hand; {advice}"]
+    if operator.unexplained > 1e-3:
+        return [f"gn_gap is approximate: {share} ({where}); its curvature is counted as gap; {advice}"]
+    return []
+
+
+def _graph_notes(operator: GraphOperator, samples: int | None, batch_dim: int, dtype: torch.dtype | None) -> list[str]:
+    graph, notes = operator.graph, []
+    labels = [node.label for node in graph.nodes]
+    for label, tapped in zip(labels, graph.tapped):
         size = tapped.shape[batch_dim]
         if samples is not None and size != samples:
             notes.append(
-                f"{node.label} has {size} entries along batch_dim={batch_dim}, the batch has {samples} samples; "
+                f"{label} has {size} entries along batch_dim={batch_dim}, the batch has {samples} samples; "
                 f"its perturbation is shared by all {size}"
             )
-    return notes
-
-
-def _precision_notes(graph: TappedGraph, dtype: torch.dtype | None) -> list[str]:
-    """Models that cast inside their forward pass cannot be computed in the precision that was asked for."""
+    dead = [label for label, gradient in zip(labels, operator.gradients) if gradient is None]
+    if dead:
+        notes.append(f"the loss does not depend on the (first) tensor that {', '.join(dead)} returns")
     wanted = dtype or torch.float32
-    low = [
-        node.label
-        for node, tapped in zip(graph.nodes, graph.tapped)
-        if torch.finfo(tapped.dtype).eps > torch.finfo(wanted).eps
-    ]
-    return [f"{', '.join(low)}: computed in less than {wanted} because the model casts its activations"] if low else []
+    low = [x for x, t in zip(labels, graph.tapped) if torch.finfo(t.dtype).eps > torch.finfo(wanted).eps]
+    if low:
+        notes.append(f"{', '.join(low)}: computed in less than {wanted} because the model casts its activations")
+    if operator.custom_functions:
+        notes.append(
+            f"custom autograd functions between nodes and loss ({', '.join(operator.custom_functions)}): the numbers "
+            f"are right only if their backward can itself be differentiated"
+        )
+    return notes

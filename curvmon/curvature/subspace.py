@@ -10,6 +10,7 @@ bases hold the leading directions, because it is cut on both sides. k products a
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,19 +23,31 @@ from curvmon.errors import NonFiniteError
 class Leading(NamedTuple):
     """Spectral norm of a block, as far as the bases know it.
 
-    `doubt` is ½(ε_v² + ε_w²), ε the length of the part of the singular vectors outside the bases. To first order the
-    norm misses u^T (P_v A P_w) y <= ε_v ε_w ‖P_v A P_w‖, u and y its singular vectors. `at_row`, `at_col` are those
-    outside parts: adding them to the bases is one step of a Krylov method for this pair.
+    `tilt` is ½(ε_v² + ε_w²), ε the length of the part of the leading singular vectors outside the bases; `gap` the
+    relative distance of the second singular value. `at_row`, `at_col` are those outside parts: adding them to the bases
+    is one step of a Krylov method for this pair.
     """
 
     norm: float
-    doubt: float
+    tilt: float
+    gap: float
     at_row: Tensor | None
     at_col: Tensor | None
 
+    def error(self, rest: float) -> float:
+        """Relative error of `norm` if P_v A P_w has `rest` times that norm.
 
-class Captured(NamedTuple):
-    """‖A^T Q_v‖_F² + ‖P_v A Q_w‖_F² for A = H, GN and T = H - GN."""
+        To first order u^T (P_v A P_w) y <= ε_v ε_w rest is missing, u and y the singular vectors. To second order the
+        residual (of length sqrt(2 tilt) rest at most) mixes them with the next ones: its square over the gap, or where
+        there is no gap, its length.
+        """
+        residual = math.sqrt(2 * self.tilt) * rest
+        mixed = min(residual**2 / (2 * self.gap), residual) if self.gap else residual
+        return self.tilt * rest + mixed
+
+
+class PerPart(NamedTuple):
+    """One number each for H, GN and T = H - GN."""
 
     hessian: float
     gauss_newton: float
@@ -94,7 +107,10 @@ class SharedBasis:
         return self.size(v) == self.vectors[v].shape[0]
 
     def extend(self, w: int, candidates: Tensor, most: int) -> int:
-        """Add up to `most` directions from the columns of `candidates`, strongest first; returns the products spent."""
+        """Add up to `most` directions from the columns of `candidates`, strongest first; returns the products spent.
+
+        The columns should have length one, or less where they matter less.
+        """
         fresh = self._orthonormal(w, candidates, most)
         if fresh.shape[1] == 0:
             return 0
@@ -114,9 +130,7 @@ class SharedBasis:
 
     def _orthonormal(self, w: int, candidates: Tensor, most: int) -> Tensor:
         basis = self.vectors[w]
-        fresh = precise(candidates)
-        scale = torch.linalg.vector_norm(fresh, dim=0).clamp_min(torch.finfo(fresh.dtype).tiny)
-        fresh = self.outside(w, fresh / scale)
+        fresh = self.outside(w, precise(candidates))
         u, s, _ = torch.linalg.svd(fresh, full_matrices=False)
         keep = min(int((s > 1e-3).sum().item()), most, basis.shape[0] - basis.shape[1])
         # a second projection: cancellation in the first left components along the basis
@@ -131,12 +145,12 @@ class SharedBasis:
         basis = precise(self.vectors[v])
         return x - basis @ (basis.T @ x)
 
-    def captured(self, v: int, w: int) -> Captured:
-        """The part of ‖A‖_F² that the bases know, for A = H[v, w], GN[v, w] and their difference."""
+    def captured(self, v: int, w: int) -> PerPart:
+        """‖A^T Q_v‖_F² + ‖P_v A Q_w‖_F², the part of ‖A‖_F² that the bases know."""
         values = []
         for toward_w, toward_v in zip(self._parts(w, v), self._parts(v, w)):
             values.append(norm_squared(toward_v) + norm_squared(self.outside(v, toward_w)))
-        return Captured(*values) if len(values) == 3 else Captured(values[0], float("nan"), float("nan"))
+        return _per_part(values)
 
     def _parts(self, source: int, target: int) -> list[Tensor]:
         """A Q_source at `target`, for A = H, and where known GN and T."""
@@ -166,7 +180,7 @@ class SharedBasis:
         forward, backward = self._parts(w, v)[0], self._parts(v, w)[0]
         scale = max(torch.linalg.vector_norm(forward).item(), torch.linalg.vector_norm(backward).item())
         if scale == 0:
-            return Leading(0.0, 0.0, None, None)
+            return Leading(0.0, 0.0, 1.0, None, None)
         q_b, r_b = torch.linalg.qr(self.outside(v, forward / scale))
         q_c, r_c = torch.linalg.qr(self.outside(w, backward / scale))
         core = (precise(self.vectors[v]).T @ forward / scale).cpu()
@@ -178,10 +192,15 @@ class SharedBasis:
         u, s, vh = torch.linalg.svd(small)
         left, right = u[k_v:, 0], vh[0, k_w:]
         norm = s[0].item() * scale
+        gap = 1 - s[1].item() / s[0].item() if len(s) > 1 else 1.0
         if self.is_complete(v) or self.is_complete(w):
-            return Leading(norm, 0.0, None, None)
-        doubt = 0.5 * (left.square().sum() + right.square().sum()).item()
-        return Leading(norm, doubt, q_b @ left.to(q_b), q_c @ right.to(q_c))
+            return Leading(norm, 0.0, gap, None, None)
+        tilt = 0.5 * (left.square().sum() + right.square().sum()).item()
+        return Leading(norm, tilt, gap, q_b @ left.to(q_b), q_c @ right.to(q_c))
+
+
+def _per_part(values: list[float]) -> PerPart:
+    return PerPart(*values) if len(values) == 3 else PerPart(values[0], float("nan"), float("nan"))
 
 
 def _joined(old: Columns | None, new: Columns | None) -> Columns | None:

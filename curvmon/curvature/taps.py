@@ -45,16 +45,16 @@ def tapped_forward(
     nodes: list[Node], run: Callable[[], Any], *, batch_dim: int, output: list[Node] | None = None
 ) -> TappedGraph:
     """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function."""
-    taps: dict[Node, Tensor] = {}
-    tapped: dict[Node, Tensor] = {}
+    taps: dict[str, Tensor] = {}
+    tapped: dict[str, Tensor] = {}
     found: list[tuple[Tensor, Tensor]] = []
 
     def tap_node(node: Node, tensor: Tensor) -> Tensor:
         dim = batch_axis(tensor, batch_dim, node.label)
         shape = [size for axis, size in enumerate(tensor.shape) if axis != dim]
-        taps[node] = tensor.new_zeros(shape, requires_grad=True)
-        tapped[node] = tensor + taps[node].unsqueeze(dim)
-        return tapped[node]
+        taps[node.label] = tensor.new_zeros(shape, requires_grad=True)
+        tapped[node.label] = tensor + taps[node.label].unsqueeze(dim)
+        return tapped[node.label]
 
     def tap_output(node: Node, tensor: Tensor) -> Tensor:
         found.append((tensor, torch.zeros_like(tensor, requires_grad=True)))
@@ -69,7 +69,7 @@ def tapped_forward(
         if output is None:
             stack.enter_context(finder)
         loss = _checked_scalar(run())
-    missing = [node.label for node in nodes if node not in taps]
+    missing = [node.label for node in nodes if node.label not in taps]
     if missing:
         raise LossError(f"the forward pass is not repeatable: {', '.join(missing)} ran once and not the second time")
     if output is None:
@@ -77,8 +77,8 @@ def tapped_forward(
     return TappedGraph(
         nodes=nodes,
         loss=loss,
-        taps=[taps[node] for node in nodes],
-        tapped=[tapped[node] for node in nodes],
+        taps=[taps[node.label] for node in nodes],
+        tapped=[tapped[node.label] for node in nodes],
         outputs=[tensor for tensor, _ in found],
         output_taps=[tap for _, tap in found],
         losses=finder.losses,
@@ -105,7 +105,8 @@ def _hook(node: Node, tap: Callable[[Node, Tensor], Tensor]) -> Any:
             return None
         return replace_first(result, Tensor.is_floating_point, lambda tensor: tap(node, tensor))
 
-    return node.module.register_forward_hook(hook)
+    # first of all hooks: features that a user's hook collects for the loss are tapped too
+    return node.module.register_forward_hook(hook, prepend=True)
 
 
 def _checked_scalar(loss: Any) -> Tensor:

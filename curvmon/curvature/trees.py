@@ -21,6 +21,8 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
             if mapped is not value:
                 mapping[key] = mapped
         return mapping
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(value, function) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(value, function) for value in tree))
     if isinstance(tree, (list, tuple)):
@@ -50,14 +52,9 @@ def named_tensors(tree: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]
 
 
 def replace_first(tree: Any, wanted: Callable[[Tensor], bool], function: Callable[[Tensor], Tensor]) -> Any:
-    """`tree` with its first tensor that is `wanted` replaced, everything else the same objects."""
-    done = False
-
-    def once(tensor: Tensor) -> Tensor:
-        nonlocal done
-        if done or not wanted(tensor):
-            return tensor
-        done = True
-        return function(tensor)
-
-    return map_tensors(tree, once)
+    """`tree` with its first tensor that is `wanted` replaced wherever it stands; the rest is the same objects."""
+    first = next((tensor for _, tensor in named_tensors(tree) if wanted(tensor)), None)
+    if first is None:
+        return tree
+    replacement = function(first)
+    return map_tensors(tree, lambda tensor: replacement if tensor is first else tensor)

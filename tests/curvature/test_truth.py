@@ -49,8 +49,9 @@ def test_exact_equals_the_oracle(case: Case, kind: str) -> None:
 @every_case
 def test_measure_is_within_four_standard_errors(case: Case, kind: str) -> None:
     module, batch = cases.make(case)
-    budget = 36 * len(case.labels)  # 18 products with H per node: not more than any of these nodes has entries
-    found = curvmon.measure(module, batch, loss=cases.user_loss(kind), nodes=case.nodes, max_hvps=budget, seed=0)
+    budget = 50 * len(case.labels)  # 25 products with H per node; most of these nodes have 24 to 64 entries
+    options = {"loss": cases.user_loss(kind), "nodes": case.nodes, "max_hvps": budget, "seed": 0}
+    found = curvmon.measure(module, batch, **options, rtol=1e-3)  # spend all of the budget
     truth = truth_of(case.name, kind)
     assert found.nodes == tuple(case.labels)
     assert found.hvps <= budget
