@@ -129,8 +129,9 @@ def _cell(value: float, stderr: float) -> str:
     magnitude = math.floor(math.log10(abs(value)))
     if not math.isfinite(stderr) or stderr < abs(value) * 1e-4:
         return _fixed(value, magnitude, 4)
-    digits = max(0, magnitude - math.floor(math.log10(stderr)))
-    return f"{_fixed(value, magnitude, digits)} ±{stderr:.1g}"
+    place = math.floor(math.log10(stderr))
+    error = f"{round(stderr, -place):.0f}" if 0 <= place <= 4 else f"{stderr:.1g}"
+    return f"{_fixed(value, magnitude, max(0, magnitude - place))} ±{error}"
 
 
 def _fixed(value: float, magnitude: int, digits: int) -> str:

@@ -28,9 +28,9 @@ def check_arguments(model: Any, loss: Any, nodes: Any, output: Any, batch_dim: A
     names = [nodes] if isinstance(nodes, str) or not isinstance(nodes, Iterable) else list(nodes)
     if not names:
         raise InputError("nodes is empty; pass module names or patterns, or None for an automatic choice")
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise InputError(f"nodes must be names of submodules or glob patterns, not {type(wrong).__name__}")
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"nodes must be names of submodules or glob patterns, not {type(name).__name__}")
     return names
 
 

@@ -161,7 +161,7 @@ def _working_copies(modules: list[nn.Module], dtype: torch.dtype | None) -> Iter
         (value, list(value.items()))
         for _, before in attributes
         for name, value in before.items()
-        if name.endswith("_hooks")
+        if name.endswith("_hooks") and isinstance(value, dict)
     ]
     isolation = Isolation()
     memo: dict[int, Any] = {id(module): module for module in modules}

@@ -51,7 +51,7 @@ class GraphOperator:
                 "the loss does not depend on any of the nodes "
                 f"({', '.join(node.label for node in graph.nodes)}); is it detached, or computed by another model?"
             )
-        self.custom_functions = _check_graph([gradient for gradient in self.gradients if gradient is not None])
+        self.custom_functions = _check_graph([graph.loss, *(g for g in self.gradients if g is not None)])
         self.unexplained = self._unexplained()
         self.has_gauss_newton = self.unexplained < NEGLECTED
         self._cotangents: list[Tensor] = []
@@ -125,7 +125,8 @@ def _explained(error: RuntimeError) -> Exception:
     text = str(error)
     if match := re.search(r"derivative for '?(?:aten::)?(\w+?)(_backward)?'? is not implemented", text):
         operation = match.group(1).strip("_")
-        remedy = _REMEDIES.get(operation, "replace it by operations that have a double backward")
+        known = (remedy for name, remedy in _REMEDIES.items() if operation.startswith(name))
+        remedy = next(known, "replace it by operations that have a double backward")
     elif "double backward" in text or "backward twice" in text or "twice differentiable" in text:
         operation, remedy = "an operation", text.splitlines()[0]
     else:
@@ -146,14 +147,14 @@ _REMEDIES = {
 }
 
 
-def _check_graph(gradients: Sequence[Tensor]) -> list[str]:
-    """Names of the custom autograd functions in the graph of the gradients; an error if one cannot go on.
+def _check_graph(tensors: Sequence[Tensor]) -> list[str]:
+    """Names of the custom autograd functions behind a loss and its gradients; an error if one cannot go on.
 
     Under `once_differentiable` a gradient ends in an Error node that leads to no variable. `autograd.grad` never gets
     there and would call the derivative zero.
     """
     names, ends = set(), False
-    for function in _reachable(gradients):
+    for function in _reachable(tensors):
         ends |= function.name() == "torch::autograd::Error"
         if isinstance(function, torch.autograd.function.BackwardCFunction):
             names.add(type(function).__name__.removesuffix("Backward"))

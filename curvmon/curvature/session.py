@@ -14,7 +14,7 @@ from curvmon.curvature.isolation import Isolation, isolated, to_dtype
 from curvmon.curvature.nodes import Call, choose, labelled, record_calls, resolve
 from curvmon.curvature.operators import GraphOperator
 from curvmon.curvature.randomness import reseed
-from curvmon.curvature.taps import TappedGraph, tapped_forward
+from curvmon.curvature.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.curvature.trees import map_tensors
 from curvmon.errors import LossError, NodeError
 
@@ -47,9 +47,9 @@ def open_session(
     samples = batch_size(batch, batch_dim)
     with isolated(model, loss, seed=seed, dtype=dtype) as isolation:
 
-        def run() -> Any:
+        def run() -> Tensor:
             reseed(seed)
-            return loss(model, map_tensors(batch, lambda tensor: _own(tensor, dtype)))
+            return checked_scalar(loss(model, map_tensors(batch, lambda tensor: _own(tensor, dtype))))
 
         calls = explain_dtype(lambda: _discover(model, run, isolation), dtype)
         out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))

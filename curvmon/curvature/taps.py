@@ -42,7 +42,7 @@ class TappedGraph:
 
 
 def tapped_forward(
-    nodes: list[Node], run: Callable[[], Any], *, batch_dim: int, output: list[Node] | None = None
+    nodes: list[Node], run: Callable[[], Tensor], *, batch_dim: int, output: list[Node] | None = None
 ) -> TappedGraph:
     """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function."""
     taps: dict[str, Tensor] = {}
@@ -62,13 +62,14 @@ def tapped_forward(
 
     finder = OutputFinder()
     with ExitStack() as stack:
-        for node in nodes:
-            stack.callback(_hook(node, tap_node).remove)
+        # the later a hook is prepended, the earlier it runs: a node that is the output is tapped as a node first
         for node in output or ():
             stack.callback(_hook(node, tap_output).remove)
+        for node in nodes:
+            stack.callback(_hook(node, tap_node).remove)
         if output is None:
             stack.enter_context(finder)
-        loss = _checked_scalar(run())
+        loss = run()
     missing = [node.label for node in nodes if node.label not in taps]
     if missing:
         raise LossError(f"the forward pass is not repeatable: {', '.join(missing)} ran once and not the second time")
@@ -109,7 +110,7 @@ def _hook(node: Node, tap: Callable[[Node, Tensor], Tensor]) -> Any:
     return node.module.register_forward_hook(hook, prepend=True)
 
 
-def _checked_scalar(loss: Any) -> Tensor:
+def checked_scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         hint = "return its loss entry" if isinstance(loss, dict) else "without .item() or float()"
         raise LossError(f"loss(model, batch) must return a scalar tensor, {hint}; it returned {type(loss).__name__}")

@@ -1,0 +1,425 @@
+"""After a measurement, however it ended, the model and the process are exactly as before."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.utils import spectral_norm, weight_norm
+from torch.nn.utils.parametrizations import weight_norm as new_weight_norm
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+import curvmon
+
+Batch = tuple[Tensor, Tensor]
+both = pytest.mark.parametrize("run", [curvmon.measure, curvmon.exact])
+
+
+class Stateful(nn.Module):
+    """Everything that a forward pass can move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = spectral_norm(nn.Linear(6, 8))
+        self.bn = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.5)
+        self.old = weight_norm(nn.Linear(8, 8))
+        self.new = new_weight_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.accuracy = MulticlassAccuracy(3)
+        self.mean = MeanMetric()
+        self.calls = 0
+        self.seen: list[Any] = []
+        self.cache: dict[str, Tensor] = {"last": torch.zeros(3)}
+        self.generator = torch.Generator().manual_seed(1)
+        self.running = torch.zeros(3)
+        self.register_buffer("ema", torch.zeros(8))
+        self.bn.eval()  # a mixture of flags
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.dropout(self.bn(torch.tanh(self.first(x))))
+        h = torch.tanh(self.frozen(self.new(self.old(h))))
+        h = h + 1e-3 * torch.randn(h.shape, generator=self.generator).to(h) + 1e-3 * torch.randn_like(h)
+        self.ema.mul_(0.9).add_(h.detach().mean(0))
+        out = self.head(h)
+        self.running += out.detach().mean(0)
+        self.seen.append(out)
+        self.cache["last"] = out
+        self.mean(out.mean().detach())
+        return out
+
+
+def loss(model: Any, batch: Batch) -> Tensor:
+    random.random(), np.random.rand(), torch.rand(1)
+    batch[0].mul_(2)
+    with torch.no_grad():
+        model.head.weight.mul_(1.0001)
+    out = model(batch[0])
+    model.accuracy(out.softmax(-1), batch[1])
+    return F.cross_entropy(out, batch[1])
+
+
+def failing(model: Any, batch: Batch) -> Tensor:
+    loss(model, batch)
+    raise RuntimeError("the step failed")
+
+
+def interrupted(model: Any, batch: Batch) -> Tensor:
+    loss(model, batch)
+    raise KeyboardInterrupt
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """Identities and values of everything in reach."""
+    state: dict[str, Any] = {}
+    for name, p in model.named_parameters():
+        state[f"parameter {name}"] = (
+            id(p),
+            p.data_ptr(),
+            p._version,
+            p.requires_grad,
+            p.detach().clone(),
+            None if p.grad is None else (id(p.grad), p.grad.clone()),
+            list((p._backward_hooks or {}).items()),
+        )
+    for name, b in model.named_buffers():
+        state[f"buffer {name}"] = id(b), b.data_ptr(), b.clone()
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            contents = value.clone() if isinstance(value, Tensor) else None
+            if isinstance(value, (dict, list, set)):
+                contents = [id(item) for item in (value.values() if isinstance(value, dict) else value)]
+            if isinstance(value, torch.Generator):
+                contents = value.get_state()
+            simple = value if isinstance(value, (bool, int, float, str)) else None
+            state[f"attribute {name}.{key}"] = id(value), contents, simple
+        state[f"order {name}"] = list(module.__dict__)
+    state["process"] = (
+        random.getstate(),
+        [np.asarray(part) for part in np.random.get_state()[1:]],
+        torch.get_rng_state(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cudnn.enabled,
+        id(torch.utils.checkpoint.CheckpointFunction),
+        id(torch.utils.checkpoint._checkpoint_without_reentrant_generator),
+        torch.get_deterministic_debug_mode(),
+    )
+    return state
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return bool(np.array_equal(a, b))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+    return bool(a == b)
+
+
+def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    changed = [key for key in before if key not in after or not same(before[key], after[key])]
+    assert not changed and before.keys() == after.keys(), changed
+
+
+@pytest.fixture
+def batch() -> Batch:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(10, 6, generator=g), torch.randint(3, (10,), generator=g)
+
+
+@pytest.fixture
+def model(batch: Batch) -> Stateful:
+    torch.manual_seed(0)
+    model = Stateful().train()
+    model.bn.eval()
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    model.head.weight.register_hook(lambda grad: pytest.fail("a gradient hook fired"))
+    model.old.register_full_backward_hook(lambda *args: pytest.fail("a backward hook fired"))
+    model.new.register_forward_hook(lambda module, args, out: None)
+    return model
+
+
+@both
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(loss, None), (failing, RuntimeError), (interrupted, KeyboardInterrupt)],
+    ids=["returns", "raises", "interrupted"],
+)
+def test_no_trace(
+    run: Callable[..., Any], step: Callable[..., Tensor], error: type | None, model: Stateful, batch: Batch
+) -> None:
+    before, copies = snapshot(model), [t.clone() for t in batch]
+    if error is None:
+        run(model, batch, loss=step, nodes=["first", "old"])
+    else:
+        with pytest.raises(error):
+            run(model, batch, loss=step, nodes=["first", "old"])
+    assert_unchanged(before, snapshot(model))
+    assert same(copies, list(batch))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+        torch.no_grad,
+        torch.inference_mode,
+        torch.enable_grad,
+    ],
+    ids=["autocast", "no_grad", "inference_mode", "enable_grad"],
+)
+def test_the_callers_context_neither_matters_nor_changes(
+    context: Callable[[], Any], model: Stateful, batch: Batch
+) -> None:
+    plain = curvmon.measure(model, batch, loss=loss, nodes=["first", "old"])
+    with context():
+        before = snapshot(model)
+        inside = curvmon.measure(model, tuple(t.clone() for t in batch), loss=loss, nodes=["first", "old"])
+        assert_unchanged(before, snapshot(model))
+    assert torch.equal(plain.resonance, inside.resonance)
+
+
+def test_the_same_seed_gives_the_same_numbers(model: Stateful, batch: Batch) -> None:
+    one, two = (curvmon.measure(model, batch, loss=loss, nodes=["first", "old"]) for _ in range(2))
+    assert torch.equal(one.resonance, two.resonance) and torch.equal(one.gn_gap, two.gn_gap)
+
+
+def test_a_pending_graph_survives(batch: Batch) -> None:
+    """forward, measure, backward: nothing that autograd saved was touched."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    pending = F.cross_entropy(model(batch[0]), batch[1])
+    for run in (curvmon.measure, curvmon.exact):
+        run(model, batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+    pending.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.bn(out), target)
+
+
+class Owner:
+    """A trainer of the user's own."""
+
+    def __init__(self) -> None:
+        self.criterion = Criterion()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.criterion(model(batch[0]), batch[1])
+
+    __call__ = loss
+
+
+CRITERION = Criterion()
+
+
+def global_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return CRITERION(model(batch[0]), batch[1])
+
+
+@both
+@pytest.mark.parametrize(
+    "how", ["method", "object", "closure", "dict", "partial", "global", "helper", "hidden in list"]
+)
+def test_criterion_modules_are_found_wherever_they_are(run: Callable[..., Any], how: str, batch: Batch) -> None:
+    owner = Owner()
+    criterion = CRITERION if how == "global" else owner.criterion
+    held = {"criterion": criterion}
+
+    def helper(out: Tensor, target: Tensor) -> Tensor:
+        return criterion(out, target)
+
+    losses: dict[str, Any] = {
+        "method": owner.loss,
+        "object": owner,
+        "closure": lambda m, b: criterion(m(b[0]), b[1]),
+        "dict": lambda m, b: held["criterion"](m(b[0]), b[1]),
+        "partial": functools.partial(lambda c, m, b: c(m(b[0]), b[1]), criterion),
+        "global": global_loss,
+        "helper": lambda m, b: helper(m(b[0]), b[1]),
+        "hidden in list": lambda m, b: m.hidden[0](m(b[0]), b[1]),
+    }
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model.hidden = [criterion] if how == "hidden in list" else []  # type: ignore[assignment]
+    before = snapshot(criterion)
+    run(model, batch, loss=losses[how], nodes=["0"])
+    assert_unchanged(before, snapshot(criterion))
+
+
+def test_a_hook_that_removes_itself_is_back(batch: Batch) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def once(module: nn.Module, args: Any, out: Any) -> None:
+        handle.remove()
+
+    handle = model[1].register_forward_hook(once)
+    curvmon.measure(model, batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
+    assert list(model[1]._forward_hooks.values()) == [once]
+
+
+def test_features_that_a_users_hook_collects_are_tapped(batch: Batch) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    features: dict[str, Tensor] = {}
+    model[0].register_forward_hook(lambda module, args, out: features.update(x=out))
+    options: dict[str, Any] = {"nodes": ["0"], "output": ""}
+    collected = curvmon.exact(
+        model, batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]) + features["x"].pow(2).mean(), **options
+    )
+
+    def direct(m: Any, b: Batch) -> Tensor:
+        hidden = m[0](b[0])
+        return F.cross_entropy(m[2](m[1](hidden)), b[1]) + hidden.pow(2).mean()
+
+    assert collected.resonance.item() == pytest.approx(
+        curvmon.exact(model, batch, loss=direct, nodes=["0"]).resonance.item()
+    )
+
+
+# What can be differentiated twice only after a change of kernel or mode
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.stem, self.block, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        inner = lambda h: torch.tanh(self.block(h))  # noqa: E731
+        h = inner(h) if self.reentrant is None else checkpoint(inner, h, use_reentrant=self.reentrant)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_bypassed(reentrant: bool, batch: Batch) -> None:
+    plain, model = Checkpointed(None), Checkpointed(reentrant)
+    model.load_state_dict(plain.state_dict())
+    truth = curvmon.exact(plain, batch, loss=cross_entropy, nodes=["stem", "block"])
+    found = curvmon.exact(model, batch, loss=cross_entropy, nodes=["stem", "block"])
+    torch.testing.assert_close(found.resonance, truth.resonance)
+    torch.testing.assert_close(found.gn_gap, truth.gn_gap)
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place", "submodule"])
+def test_compiled_modules_run_eagerly(how: str, batch: Batch) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    truth = curvmon.exact(plain, batch, loss=cross_entropy, nodes=["0"])
+    model: Any = plain
+    if how == "wrapper":
+        model = torch.compile(plain, backend="aot_eager")
+    elif how == "in place":
+        plain.compile(backend="aot_eager")
+    else:
+        plain[1] = torch.compile(plain[1], backend="aot_eager")  # type: ignore[assignment]
+    cross_entropy(model, batch).backward()
+    found = curvmon.exact(model, batch, loss=cross_entropy, nodes=["0"])
+    assert found.nodes == ("0",)
+    torch.testing.assert_close(found.resonance, truth.resonance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_are_measured_in_float32(dtype: torch.dtype, batch: Batch) -> None:
+    torch.manual_seed(0)
+    half = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    full = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    full.load_state_dict(half.state_dict())
+    x, y = batch[0].to(dtype), batch[1]
+    found = curvmon.measure(half, (x, y), loss=cross_entropy, nodes=["0"])
+    truth = curvmon.measure(full, (x.float(), y), loss=cross_entropy, nodes=["0"])
+    assert found.resonance.item() == pytest.approx(truth.resonance.item(), rel=1e-6)
+    assert half[0].weight.dtype == dtype
+
+
+def test_dropout_and_batchnorm_are_in_eval_mode(batch: Batch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.9), nn.Tanh(), nn.Linear(8, 3))
+    training = curvmon.exact(model.train(), batch, loss=cross_entropy, nodes=["0"])
+    evaluating = curvmon.exact(model.eval(), batch, loss=cross_entropy, nodes=["0"])
+    assert torch.equal(training.resonance, evaluating.resonance)
+
+
+def test_scripted_submodules_are_left_alone(batch: Batch) -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(8), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(6, 8), scripted, nn.Linear(8, 3)).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = curvmon.measure(model, batch, loss=cross_entropy, nodes=["0"])
+    assert found.resonance.item() > 0
+    assert scripted.training and all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+
+
+def test_a_model_made_in_inference_mode(batch: Batch) -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    before = [(p.data_ptr(), p.requires_grad) for p in model.parameters()]
+    assert curvmon.measure(model, batch, loss=cross_entropy, nodes=["0"]).resonance.item() > 0
+    assert before == [(p.data_ptr(), p.requires_grad) for p in model.parameters()]
+
+
+@both
+def test_data_parallel_hooks_survive(run: Callable[..., Any], batch: Batch, tmp_path: Any) -> None:
+    """Assigning parameters in another dtype would silently end gradient synchronisation."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+        synchronised: list[int] = []
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP insists on its own annotations or none
+            synchronised.append(1)
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model.register_comm_hook(None, hook)
+        for count in (1, 2):
+            cross_entropy(model, batch).backward()
+            assert len(synchronised) == count
+            run(model, batch, loss=cross_entropy, nodes=["module.0"])
+            assert len(synchronised) == count
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_loss_that_differentiates_by_the_parameters(batch: Batch) -> None:
+    """A gradient penalty needs parameters that require gradients; the copies get them, the originals see nothing."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def penalised(m: nn.Module, b: Batch) -> Tensor:
+        plain = cross_entropy(m, b)
+        grads = torch.autograd.grad(plain, list(m.parameters()), create_graph=True)
+        return plain + 0.1 * sum((g.pow(2).sum() for g in grads), torch.zeros(()))
+
+    assert curvmon.measure(model, batch, loss=penalised, nodes=["0"]).resonance.item() > 0
+    assert all(p.grad is None for p in model.parameters())
