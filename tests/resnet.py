@@ -1,4 +1,4 @@
-"""ResNet-18 as in He et al. (2016), with the ImageNet stem; torchvision does not install beside the tested torch."""
+"""ResNet-18 as in He et al. (2016), by default with the ImageNet stem; torchvision has no CPU build to test with."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, classes: int, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, classes: int, activation: Callable[[Tensor], Tensor], cifar_stem: bool) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False) if cifar_stem else nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.activation = activation
-        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        self.maxpool = nn.Identity() if cifar_stem else nn.MaxPool2d(3, 2, 1)
         widths = [64, 64, 128, 256, 512]
         for i in range(4):
             stage = [
@@ -52,11 +52,13 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))
 
 
-def resnet18(classes: int = 10, activation: Callable[[Tensor], Tensor] = F.relu, seed: int = 0) -> ResNet:
+def resnet18(
+    classes: int = 10, activation: Callable[[Tensor], Tensor] = F.relu, seed: int = 0, cifar_stem: bool = False
+) -> ResNet:
     """Fan-out Kaiming convolutions, as the papers' networks are initialised."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = ResNet(classes, activation)
+        model = ResNet(classes, activation, cifar_stem)
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

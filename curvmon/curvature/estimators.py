@@ -159,11 +159,24 @@ class PairEstimator:
             wanted = {v: min(-(-self._rest.count(v) // 2), self._rest.room(v)) for v in open_nodes if v in unsure}
             wanted = {v: count for v, count in wanted.items() if count > 0}
             if not wanted:
-                return Estimate(matrices, self._spent, self._asymmetry_notes())
+                return Estimate(matrices, self._spent, [*self._asymmetry_notes(), *self._rank_notes(matrices)])
             if self._spent + self._price * sum(wanted.values()) > self._limit:
                 why = "max_hvps" if self._limited_by_user else f"{PRODUCTS_PER_NODE} products per node"
                 note = f"stopped at {why} before every standard error was below rtol={self._rtol:g}"
                 return Estimate(matrices, self._spent, [*self._asymmetry_notes(), note])
+
+    def _rank_notes(self, matrices: Matrices) -> list[str]:
+        """Spectral norms that half of the budget did not settle; probes do not help there."""
+        unsettled = [
+            f"{self._names[v]}--{self._names[w]}"
+            for v, w in self._pairs()
+            if matrices.get("stderr/stable_rank", v, w) > 2 * self._rtol * matrices.get("stable_rank", v, w)
+        ]
+        return (
+            [f"stable_rank is not settled for {', '.join(unsettled)}; a larger max_hvps would help"]
+            if unsettled
+            else []
+        )
 
     def _asymmetry_notes(self) -> list[str]:
         """Far more than rounding: some backward pass between the nodes and the loss is wrong to second order."""

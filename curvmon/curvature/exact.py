@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +70,7 @@ def exact(
         loss=session.loss,
         hvps=sum(sizes) * (2 if gauss_newton else 1),
         seconds=time.perf_counter() - start,
-        notes=(*session.notes, *matrices.notes()),
+        notes=(*session.notes, *matrices.notes(), *_symmetry_notes(names, blocks)),
         blocks=blocks,
         gauss_newton=gauss_newton,
     )
@@ -88,6 +89,21 @@ def _matrices(
             for metric in METRICS:
                 matrices.put_error(metric, v, w, 0.0)
     return matrices
+
+
+def _symmetry_notes(names: tuple[str, ...], blocks: dict[tuple[str, str], Tensor]) -> list[str]:
+    """H[v, w] = H[w, v]^T to the last digits, unless the model drops to float32 inside or a derivative is wrong."""
+    worst = 0.0
+    for row, col in blocks:
+        size = norm_squared(blocks[row, col])
+        if size:
+            worst = max(worst, norm_squared(blocks[row, col] - blocks[col, row].T) / size)
+    if worst < 1e-20:
+        return []
+    return [
+        f"the blocks are symmetric to {math.sqrt(worst):.0e} only: the model computes in lower precision inside, or "
+        f"a custom autograd function has a wrong second derivative"
+    ]
 
 
 def _norms(block: Tensor, gauss_newton: Tensor | None) -> Norms:

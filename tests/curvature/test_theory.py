@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvmon
 from tests.cases import Attention, ConvNet, relu_mlp
@@ -29,6 +31,19 @@ def classification(*shape: int, classes: int = 5) -> Batch:
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches all operations, those of backward passes too, for the largest result."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +93,11 @@ def test_resnet18_has_no_gap_in_float32_and_needs_no_dense_block() -> None:
     g = generator()
     batch = torch.randn(32, 3, 32, 32, generator=g), torch.randint(10, (32,), generator=g)
     nodes = ["maxpool", "layer1", "layer2", "layer3", "layer4"]
-    found = curvmon.measure(model, batch, loss=cross_entropy, nodes=nodes, max_hvps=60)
+    with LargestTensor() as largest:
+        found = curvmon.measure(model, batch, loss=cross_entropy, nodes=nodes, max_hvps=60)
     assert found.nodes == tuple(nodes)
+    # maxpool and layer1 have 64 x 8 x 8 entries each; the largest weight has 2,359,296
+    assert 2_359_296 <= largest.numel < 4096 * 4096
     assert found.gn_gap.max() < 1e-5
     assert torch.isfinite(torch.stack([found.resonance, found.coupling, found.stable_rank])).all()
     assert found.stable_rank.min() >= 1
