@@ -22,7 +22,7 @@ from curvmon.types import Metric
 
 # A node this small is measured exactly: its whole space costs no more than a basis and the probes would.
 SMALL_NODE = 12
-FEWEST_PROBES, FIRST_PROBES = 3, 8
+FEWEST_PROBES, FIRST_PROBES = 3, 16
 PRODUCTS_PER_NODE = 400
 """Limit without `max_hvps`; 5 % needs it only for blocks whose rest is dominated by very few directions."""
 
