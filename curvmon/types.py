@@ -41,7 +41,7 @@ class Measurement:
 
     All matrices are (n, n) float64 CPU tensors in the order of `nodes` (execution order) and symmetric.
     `stderr[metric]` has the standard error of every entry, such that value ± 1.96 stderr is a 95 % interval.
-    An entry that is not defined is NaN, and `notes` says why.
+    An entry that is not defined is NaN, a ratio by zero is infinite, and `notes` says why.
     """
 
     nodes: tuple[str, ...]
@@ -62,12 +62,13 @@ class Measurement:
     notes: tuple[str, ...] = ()
 
     def by_distance(self, metric: Metric) -> Tensor:
-        """Mean of `metric` over the pairs whose nodes are d = 0, 1, …, n-1 apart; undefined pairs are left out."""
+        """Mean of `metric` over the pairs whose nodes are d = 0, 1, …, n-1 apart; only finite entries count."""
         values = self._matrix(metric)
+        values = values.where(values.isfinite(), math.nan)
         return torch.stack([torch.diagonal(values, d).nanmean() for d in range(len(self.nodes))])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python lists and numbers, ready for json.dumps."""
+        """Plain Python lists and numbers; NaN and inf where the entry is."""
         return {
             "nodes": list(self.nodes),
             **{metric: self._matrix(metric).tolist() for metric in METRICS},
@@ -127,10 +128,13 @@ def _cell(value: float, stderr: float) -> str:
     if value == 0:
         return "0"
     magnitude = math.floor(math.log10(abs(value)))
-    if not math.isfinite(stderr) or stderr < abs(value) * 1e-4:
+    if stderr < abs(value) * 1e-4:
         return _fixed(value, magnitude, 4)
+    if not math.isfinite(stderr):
+        return f"{_fixed(value, magnitude, 4)} ±{stderr}"
+    stderr = float(f"{stderr:.1g}")  # 0.098 is 0.1: one digit less for the value
     place = math.floor(math.log10(stderr))
-    error = f"{round(stderr, -place):.0f}" if 0 <= place <= 4 else f"{stderr:.1g}"
+    error = f"{stderr:.0f}" if 0 <= place <= 4 else f"{stderr:.1g}"
     return f"{_fixed(value, magnitude, max(0, magnitude - place))} ±{error}"
 
 

@@ -13,11 +13,18 @@ from torch import nn
 from curvmon.curvature.trees import named_tensors
 from curvmon.errors import InputError
 
+CRITERION = (
+    "loss takes the model and the batch, not predictions and targets: "
+    "pass loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
+)
+
 
 def check_arguments(model: Any, loss: Any, nodes: Any, output: Any, batch_dim: Any) -> list[str] | None:
     """Raise `InputError` for what cannot be meant; returns the nodes' names, None for the automatic choice."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(loss, torch.nn.modules.loss._Loss) or getattr(loss, "__module__", "") == "torch.nn.functional":
+        raise InputError(CRITERION)
     if not callable(loss):
         raise InputError("loss must be a callable loss(model, batch) that returns a scalar tensor")
     if output is not None and not isinstance(output, str):
@@ -85,10 +92,14 @@ def why_not_finite(batch: Any, model: nn.Module) -> str:
     return " although inputs and parameters are finite; look for log or division by zero, or overflow"
 
 
-def explain_dtype(run: Callable[[], Any], dtype: torch.dtype | None) -> Any:
-    """Run, and if tensors of different precision meet, say where such a tensor may come from."""
+def explained(run: Callable[[], Any], model: nn.Module, dtype: torch.dtype | None) -> Any:
+    """Run the loss for the first time, and say what the likeliest mistakes mean."""
     try:
         return run()
+    except TypeError as error:
+        if f"must be Tensor, not {type(model).__name__}" not in str(error):
+            raise
+        raise InputError(CRITERION) from error
     except RuntimeError as error:
         text = str(error)
         if not any(words in text for words in ("same dtype", "expected scalar type", "mixed dtype", "dtype mismatch")):

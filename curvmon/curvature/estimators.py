@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from curvmon.curvature.metrics import Matrices, Norms, pair_metrics
-from curvmon.curvature.operators import BlockOperator
+from curvmon.curvature.operators import BlockOperator, precise
 from curvmon.curvature.probes import PARTS, RestSamples, Term, gaussian
-from curvmon.curvature.subspace import Leading, PerPart, SharedBasis, precise, products
+from curvmon.curvature.subspace import Leading, PerPart, SharedBasis
 from curvmon.errors import InputError
 from curvmon.types import Metric
 
@@ -71,7 +71,7 @@ class PairEstimator:
         self._columns = self._limit // (self._n * self._price)
         self._limited_by_user = max_hvps is not None
         self._spent = 0
-        self._eps = torch.finfo(operator.templates[0].dtype).eps
+        self._eps = max(torch.finfo(template.dtype).eps for template in operator.templates)
         self._basis = SharedBasis(operator)
         self._rest = RestSamples(operator, self._basis)
         self._blocks: dict[tuple[int, int], Block] = {}
@@ -95,7 +95,7 @@ class PairEstimator:
             if all(small):
                 break
             count = min(sketches, template.numel())
-            images = products(self._operator, w, gaussian(template, count, self._generator))
+            images = self._operator.columns(w, gaussian(template, count, self._generator))
             self._spent += self._price * count
             for v, image in enumerate(images.hessian):
                 # every pair counts the same; T, where it is small, less
@@ -106,7 +106,7 @@ class PairEstimator:
                     remainder = hessian - precise(images.gauss_newton[v])
                     arrived[v].append(remainder / torch.linalg.vector_norm(remainder, dim=0).maximum(scale))
         for v in range(self._n):
-            if small[v]:
+            if small[v] or self._operator.templates[v].numel() - columns <= FEWEST_PROBES <= self._columns - columns:
                 self._spent += self._basis.complete(v)
             else:
                 self._spent += self._extended(v, torch.cat(arrived[v], dim=1), columns)
@@ -123,20 +123,28 @@ class PairEstimator:
             leading = {pair: self._basis.leading(*pair) for pair in self._pairs()}
             # the rest is not known yet; that it is no stronger than what was found is the cautious guess
             unsettled = [pair for pair in self._pairs() if leading[pair].error(rest=1.0) > self._rtol / 2]
-            # half of the budget is for the probes, and three for every node in any case
-            reserved = FEWEST_PROBES * len(self._open_nodes()) * self._price
-            affordable = (min(self._limit // 2, self._limit - reserved) - self._spent) // self._price
+            affordable = (self._basis_budget() - self._spent) // self._price
             wanted: dict[int, list[Tensor]] = defaultdict(list)
             for v, w in sorted(unsettled, key=lambda pair: -leading[pair].error(rest=1.0)):
                 for node, missing in {v: leading[v, w].at_row, w: leading[v, w].at_col}.items():
-                    if missing is not None and affordable > 0:
-                        wanted[node].append(missing / torch.linalg.vector_norm(missing))
+                    length = 0.0 if missing is None else torch.linalg.vector_norm(missing).item()
+                    # a side that adds nothing to the tilt is in the basis already, up to rounding
+                    if missing is not None and affordable > 0 and length**2 > 1e-3 * leading[v, w].tilt:
+                        wanted[node].append(missing / length)
                         affordable -= 1
             before = self._spent
             for v, candidates in wanted.items():
                 self._spent += self._basis.extend(v, torch.stack(candidates, dim=1), len(candidates))
             if self._spent == before:
                 return
+
+    def _basis_budget(self) -> int:
+        """Products for sketch and bases: what the first probes leave, at least half; without a limit, a quarter."""
+        if not self._limited_by_user:
+            return self._limit // 4
+        per_probe = len(self._open_nodes()) * self._price
+        ceiling = max(self._limit // 2, self._limit - FIRST_PROBES * per_probe)
+        return min(ceiling, self._limit - FEWEST_PROBES * per_probe)
 
     def _open_nodes(self) -> list[int]:
         return [v for v in range(self._n) if not self._basis.is_complete(v)]
@@ -163,14 +171,15 @@ class PairEstimator:
             if self._spent + self._price * sum(wanted.values()) > self._limit:
                 why = "max_hvps" if self._limited_by_user else f"{PRODUCTS_PER_NODE} products per node"
                 note = f"stopped at {why} before every standard error was below rtol={self._rtol:g}"
-                return Estimate(matrices, self._spent, [*self._asymmetry_notes(), note])
+                notes = [*self._asymmetry_notes(), note, *self._rank_notes(matrices)]
+                return Estimate(matrices, self._spent, notes)
 
     def _rank_notes(self, matrices: Matrices) -> list[str]:
-        """Spectral norms that half of the budget did not settle; probes do not help there."""
+        """Spectral norms that the budget for the bases did not settle; probes do not help there."""
         unsettled = [
             f"{self._names[v]}--{self._names[w]}"
             for v, w in self._pairs()
-            if matrices.get("stderr/stable_rank", v, w) > 2 * self._rtol * matrices.get("stable_rank", v, w)
+            if matrices.get("stderr/stable_rank", v, w) > self._rtol * matrices.get("stable_rank", v, w)
         ]
         return (
             [f"stable_rank is not settled for {', '.join(unsettled)}; a larger max_hvps would help"]
@@ -231,7 +240,8 @@ class PairEstimator:
         errors: dict[Metric, float] = {
             "resonance": resonance * math.hypot(relative, rounding),
             "coupling": 0.0,
-            "stable_rank": 2 * rank * math.hypot(relative, self._spectral_error(v, w), rounding),
+            # the spectral norm can only be too low, by a factor 1 + δ at most, and D too high by its square
+            "stable_rank": rank * math.hypot(2 * relative, 1 - (1 + self._spectral_error(v, w)) ** -2, 2 * rounding),
             "gn_gap": math.nan,
         }
         if v != w and row > 0 and col > 0:
@@ -252,8 +262,10 @@ class PairEstimator:
         return errors
 
     def _rounding(self, v: int, w: int) -> float:
-        """Relative error from floating-point arithmetic, as it shows in the asymmetry of the block."""
-        return max(4 * self._eps, self._blocks[v, w].asymmetry)
+        """Relative error from floating-point arithmetic, as it shows in the asymmetry of the blocks."""
+        size = max(self._operator.templates[node].numel() for node in (v, w))
+        asymmetry = max(self._blocks[pair].asymmetry for pair in {(v, v), (v, w), (w, w)})
+        return max((4 + math.sqrt(size)) * self._eps, asymmetry)
 
     def _spectral_error(self, v: int, w: int) -> float:
         """Relative error of ‖H[v, w]‖_2; where the rest is stronger than what the bases hold, its known range."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from curvmon.curvature.metrics import Matrices, Norms, pair_metrics
+from curvmon.curvature.operators import norm_squared
 from curvmon.curvature.session import Loss, open_session
-from curvmon.curvature.subspace import norm_squared, products
 from curvmon.errors import InputError
 from curvmon.types import METRICS, ExactMeasurement
 
@@ -31,7 +31,7 @@ def exact(
 ) -> ExactMeasurement:
     """All blocks H[v, w] and GN[v, w], dense and in float64, and the metrics they give.
 
-    Cost: one product with H and one with GN per entry of every node, and 16 (Σ d_v)² bytes. The model is computed in
+    Cost: one product with H and one with GN per entry of every node, and 24 (Σ d_v)² bytes. The model is computed in
     float64 for the time of the call and is exactly as before afterwards. Arguments as in `measure`.
 
     Example:
@@ -44,7 +44,7 @@ def exact(
     """
     start = time.perf_counter()
     with open_session(
-        model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, seed=0, dtype=torch.float64
+        model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=torch.float64
     ) as session:
         operator, names = session.operator, session.names
         sizes = [template.numel() for template in operator.templates]
@@ -57,7 +57,7 @@ def exact(
         blocks: dict[tuple[str, str], Tensor] = {}
         gauss_newton: dict[tuple[str, str], Tensor] = {}
         for w, template in enumerate(operator.templates):
-            columns = products(operator, w, torch.eye(sizes[w], dtype=template.dtype, device=template.device))
+            columns = operator.columns(w, torch.eye(sizes[w], dtype=template.dtype, device=template.device))
             for v, name in enumerate(names):
                 blocks[name, names[w]] = columns.hessian[v].double().cpu()
                 if columns.gauss_newton is not None:

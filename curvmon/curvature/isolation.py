@@ -113,9 +113,14 @@ def _twice_differentiable(modules: list[nn.Module], devices: set[str]) -> Iterat
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if "cuda" in devices:
             cudnn: Any = torch.backends.cudnn
-            for backend in (torch.backends.cuda.matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
-                if hasattr(backend, "fp32_precision"):  # TF32 would hide T = 0 behind a relative error of 1e-3
+            # TF32 would hide T = 0 behind a relative error of 1e-3
+            matmul: Any = torch.backends.cuda.matmul
+            if hasattr(matmul, "fp32_precision"):
+                for backend in (matmul, cudnn.conv, cudnn.rnn):
                     stack.enter_context(_replaced(backend, fp32_precision="ieee"))
+            else:  # before torch 2.9
+                stack.enter_context(_replaced(matmul, allow_tf32=False))
+                stack.enter_context(_replaced(cudnn, allow_tf32=False))
             if any(isinstance(module, nn.RNNBase) for module in modules):
                 # "the derivative for '_cudnn_rnn_backward' is not implemented"
                 stack.enter_context(_replaced(cudnn, enabled=False))
@@ -161,7 +166,7 @@ def _working_copies(modules: list[nn.Module], dtype: torch.dtype | None) -> Iter
         (value, list(value.items()))
         for _, before in attributes
         for name, value in before.items()
-        if name.endswith("_hooks") and isinstance(value, dict)
+        if "_hooks" in name and isinstance(value, dict)
     ]
     isolation = Isolation()
     memo: dict[int, Any] = {id(module): module for module in modules}
@@ -208,11 +213,12 @@ def _copy(value: Any, dtype: torch.dtype | None, memo: dict[int, Any], isolation
     if id(value) in memo:
         return memo[id(value)]
     result = value
-    if type(value) is nn.Parameter:
-        result = nn.Parameter(to_dtype(value, dtype), requires_grad=False)
+    if isinstance(value, nn.Parameter):
+        result = torch.Tensor._make_subclass(type(value), to_dtype(value.data, dtype), False)
+        result.__dict__.update(value.__dict__)
         if value.requires_grad:
             isolation.add(result)
-    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+    elif isinstance(value, Tensor):
         result = to_dtype(value, dtype)
     elif isinstance(value, torch.Generator):
         result = torch.Generator(value.device).set_state(value.get_state())
@@ -226,6 +232,8 @@ def _copy(value: Any, dtype: torch.dtype | None, memo: dict[int, Any], isolation
             result[index] = _copy(item, dtype, memo, isolation)
     elif type(value) is set:
         result = value.copy()
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        result = type(value)(*(_copy(item, dtype, memo, isolation) for item in value))
     elif type(value) is tuple:
         result = tuple(_copy(item, dtype, memo, isolation) for item in value)
     memo[id(value)] = result

@@ -45,9 +45,10 @@ def measure(
         output: name of the module whose output is the prediction, "" for the model itself. None: what enters a torch
             loss function. Needed for gn_gap alone.
         batch_dim: the dimension that counts samples in the nodes' outputs.
-        rtol: stop when every standard error is below this share of its value.
+        rtol: stop when the standard errors are below this share of their values: half of it for R, so that D is too
+            unless its spectral norm is not settled (a note says so); for a gap below rtol, below rtol².
         max_hvps: stop before this many products with H or its Gauss-Newton part.
-        seed: of the probes; the same seed gives the same numbers.
+        seed: of the probes; the same seed gives the same numbers. The model's own noise is always the same.
 
     Example:
         >>> import torch, curvmon
@@ -62,10 +63,9 @@ def measure(
     """
     start = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
-    with open_session(
-        model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, seed=seed, dtype=None
-    ) as session:
-        generator = torch.Generator("cpu").manual_seed(seed)
+    with open_session(model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=None) as session:
+        # another stream than the model's own noise, which is seeded as well
+        generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
         estimator = PairEstimator(session.operator, session.names, rtol=rtol, max_hvps=max_hvps, generator=generator)
         estimate = estimator.run()
     matrices = estimate.matrices

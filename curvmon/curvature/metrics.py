@@ -42,7 +42,8 @@ def pair_metrics(pair: Norms, row: float, col: float, eps: float, *, diagonal: b
     nan, tiny = math.nan, (_ROUNDING * eps) ** 2
     resonance = math.sqrt(pair.hessian)
     if pair.hessian == 0:
-        return PairMetrics(0.0, nan, nan, nan, "zero: the loss does not couple them, only R = 0 is defined")
+        what = "the loss has no curvature there" if diagonal else "the loss does not couple them"
+        return PairMetrics(0.0, nan, nan, nan, f"zero: {what}, only R = 0 is defined")
     if pair.hessian <= tiny * math.sqrt(row * col):
         return PairMetrics(resonance, nan, nan, nan, "zero to rounding: R is noise, the rest is not defined")
     reason = None

@@ -81,9 +81,8 @@ def resolve(model: nn.Module, calls: list[Call], wanted: Sequence[str], what: st
     `layer*` matches within one level ("layer1", not "layer1.0"), `**` any number of levels. A name may end in
     `.call2` to mean only the second call of a module.
     """
-    known = {_clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    known.setdefault(ROOT, model)
-    known.setdefault(f"{ROOT}_", model)
+    named = {_clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    known = {f"{ROOT}_": model, ROOT: model, **named}
     chosen: set[tuple[int, int]] = set()
     for pattern in wanted:
         clean = _clean(pattern)
@@ -91,17 +90,15 @@ def resolve(model: nn.Module, calls: list[Call], wanted: Sequence[str], what: st
         if base in known:
             chosen.update(_named(calls, base, known[base], call, what))
         elif any(c in pattern for c in "*?["):
-            matched = {id(module) for name, module in known.items() if _matches(name, clean)}
+            matched = {id(module) for name, module in named.items() if _matches(name, clean)}
             usable = {c.key for c in calls if id(c.module) in matched and c.shape is not None}
             if not usable:
-                reason = (
-                    "matches modules, but none of them returned a floating tensor" if matched else "matches no module"
-                )
-                raise NodeError(f"{what} pattern {pattern!r} {reason}. Modules: {_some(list(known))}")
+                reason = "no module" if not matched else "no module that is called and returns a floating tensor"
+                raise NodeError(f"{what} pattern {pattern!r} matches {reason}. Modules: {_some(list(named))}")
             chosen.update(usable)
         else:
-            near = difflib.get_close_matches(clean, known, n=5, cutoff=0.4)
-            hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_some(list(known))}"
+            near = difflib.get_close_matches(clean, named, n=5, cutoff=0.4)
+            hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_some(list(named))}"
             raise NodeError(f"the model has no module {pattern!r}; {hint}")
     return [call for call in calls if call.key in chosen]
 
@@ -160,15 +157,20 @@ def labelled(calls: list[Call], chosen: list[Call]) -> list[Node]:
 def choose(model: nn.Module, calls: list[Call], usable: Callable[[Call], bool]) -> list[Call]:
     """Five to eight blocks in execution order.
 
-    Start from the whole model and open the deepest group of siblings of one class until there are enough blocks: a
+    Start from the whole model and open the deepest group of modules of one class until there are enough blocks: a
     wrapper (`self.model`, a Sequential, a ModuleList) is opened at once, stages and Transformer layers are kept whole.
-    Blocks carry parameters; norms are part of the block before them. More than eight are thinned out evenly.
+    Blocks carry parameters; norms are none. Four whole blocks are better than a choice from more than eight pieces of
+    them, and a block is better than its only layer. More than eight are thinned out evenly.
     """
     calls = [call for call in calls if usable(call) and _is_block(call.module)]
     ran = {id(call.module) for call in calls}
     frontier = _heads([model], ran)
+    best: list[Call] = []
     while True:
         kept = [call for call in calls if any(call.module is module for module in frontier)]
+        if len(best) >= 4 and len(kept) > MAX_NODES:
+            break
+        best = kept if len(kept) > len(best) else best
         groups: dict[type, list[nn.Module]] = {}
         for module in frontier:
             if _heads(list(module.children()), ran):
@@ -182,9 +184,9 @@ def choose(model: nn.Module, calls: list[Call], usable: Callable[[Call], bool]) 
             for module in frontier
             for inner in (_heads(list(module.children()), ran) if id(module) in opened else [module])
         ]
-    if len(kept) <= MAX_NODES:
-        return kept
-    return [kept[round(i * (len(kept) - 1) / (MAX_NODES - 1))] for i in range(MAX_NODES)]
+    if len(best) <= MAX_NODES:
+        return best
+    return [best[round(i * (len(best) - 1) / (MAX_NODES - 1))] for i in range(MAX_NODES)]
 
 
 def _heads(modules: list[nn.Module], ran: set[int]) -> list[nn.Module]:

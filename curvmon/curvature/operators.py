@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from curvmon.curvature.taps import TappedGraph
-from curvmon.errors import DoubleBackwardError, LossError
+from curvmon.errors import DoubleBackwardError, LossError, NonFiniteError
 
 NEGLECTED = 0.05
 """GN is reported as long as no more than this share of the gradient bypasses the outputs."""
 Columns = list[Tensor]
-"""H[v, w] z for every row v, each flat with d_v entries."""
+"""A product for every row v."""
+
+
+class Products(NamedTuple):
+    """H[v, w] Z and GN[v, w] Z for all rows v, each d_v x k; GN is None where the output is not known."""
+
+    hessian: Columns
+    gauss_newton: Columns | None
 
 
 class BlockOperator(Protocol):
@@ -32,9 +39,8 @@ class BlockOperator(Protocol):
     """a tensor per node with d_v entries, for its dtype and device"""
     has_gauss_newton: bool
 
-    def hessian_columns(self, w: int, z: Tensor) -> Columns: ...
-
-    def gauss_newton_columns(self, w: int, z: Tensor) -> Columns: ...
+    def columns(self, w: int, z: Tensor) -> Products:
+        """Products with the columns of z (d_w x k). How they are batched is up to the operator."""
 
 
 class GraphOperator:
@@ -57,19 +63,24 @@ class GraphOperator:
         self._cotangents: list[Tensor] = []
         self._pullbacks: list[Tensor | None] = []
 
-    def hessian_columns(self, w: int, z: Tensor) -> Columns:
-        """H[v, w] z for all v; z flat with d_w entries. One backward pass through the gradient's graph."""
-        return self._flat(_product([self.gradients[w]], self.graph.taps, [z.view_as(self.graph.taps[w])]))
+    def columns(self, w: int, z: Tensor) -> Products:
+        """One double backward pass per column for H, three cheaper ones for GN."""
+        tap = self.graph.taps[w]
+        vectors = [column.to(tap.dtype).reshape(tap.shape) for column in z.unbind(1)]
+        hessian = _stacked([_product([self.gradients[w]], self.graph.taps, [vector]) for vector in vectors])
+        if not self.has_gauss_newton:
+            return Products(hessian, None)
+        return Products(hessian, _stacked([self._gauss_newton(w, vector) for vector in vectors]))
 
-    def gauss_newton_columns(self, w: int, z: Tensor) -> Columns:
+    def _gauss_newton(self, w: int, z: Tensor) -> Columns:
         """GN[v, w] z = J_v^T S J_w z for all v."""
         if not self._pullbacks:
             # J_v^T c as a function of c: linear, so one graph gives J_w z = d/dc <J_w^T c, z> for every z.
             self._cotangents = [torch.zeros_like(output, requires_grad=True) for output in self.graph.outputs]
             self._pullbacks = _differentiate(self.graph.outputs, self.graph.taps, self._cotangents, create_graph=True)
-        tangents = _product([self._pullbacks[w]], self._cotangents, [z.view_as(self.graph.taps[w])])
+        tangents = _product([self._pullbacks[w]], self._cotangents, [z])
         curved = _product(self._output_gradients, self.graph.output_taps, tangents)
-        return self._flat(_product(self.graph.outputs, self.graph.taps, curved))
+        return _product(self.graph.outputs, self.graph.taps, curved)
 
     def _unexplained(self) -> float:
         """‖dL/de - J^T dL/d out‖ / ‖dL/de‖: the share of the loss that does not pass through the known outputs."""
@@ -79,15 +90,32 @@ class GraphOperator:
         outputs = [o for o, gradient in zip(self.graph.outputs, self._output_gradients) if gradient is not None]
         through = _product(outputs, self.graph.taps, known)
         squares = [
-            (torch.linalg.vector_norm(g - t).item() ** 2, torch.linalg.vector_norm(g).item() ** 2)
+            (norm_squared(g.detach() - t), norm_squared(g.detach()))
             for g, t in zip(self.gradients, through)
             if g is not None
         ]
         difference, whole = (sum(column) for column in zip(*squares))
         return float((difference / whole) ** 0.5) if whole else 0.0
 
-    def _flat(self, products: Sequence[Tensor]) -> Columns:
-        return [product.reshape(-1) for product in products]
+
+def precise(x: Tensor) -> Tensor:
+    """Double precision where the device has it."""
+    return x if x.device.type == "mps" else x.double()
+
+
+def norm_squared(x: Tensor) -> float:
+    """‖x‖² in double precision: a loss scaled by 1e-9 must not underflow."""
+    return float(torch.linalg.vector_norm(precise(x)).item()) ** 2
+
+
+def _stacked(images: list[Columns]) -> Columns:
+    stacked = [torch.stack([image.reshape(-1) for image in rows], dim=1) for rows in zip(*images)]
+    if not all(torch.isfinite(image).all() for image in stacked):
+        raise NonFiniteError(
+            "a Hessian-vector product is not finite although the loss is; "
+            "look for sqrt, norm or log at zero, or overflow in low precision"
+        )
+    return stacked
 
 
 def _product(
@@ -123,6 +151,8 @@ def _differentiate(
 def _explained(error: RuntimeError) -> Exception:
     """Name the operation that has no second derivative, and a way out; other errors stay as they are."""
     text = str(error)
+    if "backward through the graph a second time" in text:
+        return LossError("the graph of the loss is gone: loss(model, batch) must not call backward() itself")
     if match := re.search(r"derivative for '?(?:aten::)?(\w+?)(_backward)?'? is not implemented", text):
         operation = match.group(1).strip("_")
         known = (remedy for name, remedy in _REMEDIES.items() if operation.startswith(name))

@@ -34,9 +34,9 @@ _BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy", F,
 _LINKS = _functions("log_softmax softmax sigmoid logsigmoid expit", F, torch, Tensor, torch.special)
 # What may stand between a link and the loss without being a layer.
 _CARRIERS = _functions(
-    """add sub mul div __add__ __radd__ __mul__ __rmul__ __truediv__ log clamp clamp_min clamp_max clip
-    view reshape flatten unflatten squeeze unsqueeze transpose permute movedim contiguous clone
-    float double to narrow select __getitem__""",
+    """add sub rsub mul div neg exp __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__
+    log clamp clamp_min clamp_max clip view reshape flatten unflatten squeeze unsqueeze transpose permute movedim
+    contiguous clone float double to narrow select __getitem__""",
     torch,
     Tensor,
 )
@@ -71,6 +71,8 @@ class OutputFinder(TorchFunctionMode):
         self.outputs: list[Tensor] = []
         self.taps: list[Tensor] = []
         self.losses: list[str] = []
+        self.unlinked: list[str] = []
+        """losses of probabilities whose logits were not found"""
         self._steps: dict[int, _Step] = {}
 
     def __torch_function__(
@@ -81,7 +83,9 @@ class OutputFinder(TorchFunctionMode):
             args, kwargs = self._tap_arguments(func, args, kwargs)
         result = func(*args, **kwargs)
         is_step = func in _LINKS or (func in _CARRIERS and bool(args) and id(args[0]) in self._steps)
-        if is_step and args and isinstance(result, Tensor) and result.requires_grad and result is not args[0]:
+        # a mixture with something else that is differentiable has no single source
+        mixed = any(isinstance(arg, Tensor) and arg.requires_grad for arg in (*args[1:], *kwargs.values()))
+        if is_step and args and not mixed and isinstance(result, Tensor) and result is not args[0]:
             versions = args[0]._version, result._version
             self._steps[id(result)] = _Step(result, func, args[0], args[1:], kwargs, versions)
         return result
@@ -105,6 +109,8 @@ class OutputFinder(TorchFunctionMode):
             return argument
         steps = self._steps_to(argument) if func in _BEHIND_LINK else []
         output = steps[-1].source if steps else argument
+        if func in _BEHIND_LINK and not steps:
+            self.unlinked.append(func.__name__)
         tap = torch.zeros_like(output, requires_grad=True)
         self.outputs.append(output)
         self.taps.append(tap)

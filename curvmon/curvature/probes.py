@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from curvmon.curvature.operators import BlockOperator
-from curvmon.curvature.subspace import SharedBasis, precise, products
+from curvmon.curvature.operators import BlockOperator, precise
+from curvmon.curvature.subspace import SharedBasis
 
 Part = Literal["hessian", "gauss_newton", "remainder"]
 PARTS: tuple[Part, ...] = ("hessian", "gauss_newton", "remainder")
@@ -84,7 +84,7 @@ class RestSamples:
         directions = self._fresh_directions(w, min(count, self.room(w)), generator)
         if directions.shape[1] == 0:
             return 0
-        images = products(self._operator, w, directions * math.sqrt(self._dimension(w)))
+        images = self._operator.columns(w, directions * math.sqrt(self._dimension(w)))
         for v, image in enumerate(images.hessian):
             hessian = self._basis.outside(v, precise(image))
             self._put(w, v, "hessian", hessian)
@@ -110,20 +110,31 @@ class RestSamples:
         """Estimate of ‖P_v A P_w‖_F², pooled over the probes at both nodes; zero where a basis is complete."""
         if self._basis.is_complete(v) or self._basis.is_complete(w):
             return 0.0
-        sides = {(v, w), (w, v)}
+        sides = self._sides(v, w)
         total = sum(m.trace().item() for row, at in sides for m in self._products[at][part, row])
         count = sum(self.count(at) for _, at in sides)
         return total / count if count else math.nan
 
-    def spectral_norms(self, v: int, w: int) -> tuple[float, float]:
-        """Estimated range of σ_max, the spectral norm of P_v H[v, w] P_w, from Σσ⁴ ≈ E (z_i^T G z_j)²:
+    def _sides(self, v: int, w: int) -> list[tuple[int, int]]:
+        """(row, node of the probes): both ends of a pair, or the one at which probes span everything."""
+        sides = [(v, w), (w, v)] if v != w else [(v, w)]
+        return [(row, at) for row, at in sides if self.room(at) == 0][:1] or sides
 
-        Σσ⁴ / Σσ² <= σ_max² <= sqrt(Σσ⁴)
+    def spectral_norms(self, v: int, w: int) -> tuple[float, float]:
+        """Estimated range of σ_max, the spectral norm of P_v H[v, w] P_w: Σσ⁴ / Σσ² <= σ_max² <= sqrt(Σσ⁴), from
+
+        E (z_i^T G z_j)² = d² / ((d + 2)(d - 1)) (Σσ⁴ - (Σσ²)² / d)
         """
         second = self.mean("hessian", v, w)
-        matrices = [m for row, at in {(v, w), (w, v)} for m in self._products[at]["hessian", row]]
-        fourth = _mean_square_off_diagonal(matrices)
-        return (math.sqrt(fourth / second), fourth**0.25) if second > 0 else (0.0, 0.0)
+        if not second > 0:
+            return 0.0, 0.0
+        estimates = []
+        for row, at in self._sides(v, w):
+            d = self._dimension(at)
+            mixed = _mean_square_off_diagonal(self._products[at]["hessian", row])
+            estimates.append(mixed * (d + 2) * (d - 1) / d**2 + second**2 / d)
+        fourth = sum(estimates) / len(estimates)
+        return math.sqrt(fourth / second), fourth**0.25
 
     def standard_error(self, terms: Iterable[Term]) -> float:
         """Standard error of Σ slope · ‖P_v A P_w‖_F² over `terms` (slope, part, v, w).
@@ -137,7 +148,7 @@ class RestSamples:
         for slope, part, v, w in terms:
             if slope == 0 or self._basis.is_complete(v) or self._basis.is_complete(w):
                 continue
-            sides = {(v, w), (w, v)}
+            sides = self._sides(v, w)
             total = sum(self.count(at) for _, at in sides)
             for row, at in sides:
                 added = [slope * self.count(at) / total * m for m in self._products[at][part, row]]
@@ -147,8 +158,8 @@ class RestSamples:
         if not combined:
             return 0.0
         variance = sum(self._variance(at, matrices, size[at]) for at, matrices in combined.items())
-        freedom = sum(self.count(at) - 1 for at in combined)
-        return math.sqrt(variance) * small_sample_factor(freedom)
+        freedom = sum(self.count(at) - 1 for at in combined if self.room(at) > 0)
+        return math.sqrt(variance) * small_sample_factor(freedom) if variance else 0.0
 
     def _variance(self, at: int, matrices: Sequence[Tensor], size: float) -> float:
         """Variance of the mean of the diagonals of `matrices`; `size` is that mean (of the terms' absolute values).
@@ -156,6 +167,8 @@ class RestSamples:
         The spread of ‖A z‖² is a share r of its mean, so a mean that is low by chance brings an error that is too
         small. It is therefore taken for the truth that this mean would be one standard error below: mean / (1 - r).
         """
+        if self.room(at) == 0:
+            return 0.0
         if self.count(at) < 2:
             return math.inf
         population = 1 - self.count(at) / self._dimension(at)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvmon.curvature.arguments import batch_size, check_arguments, explain_dtype, why_not_finite
+from curvmon.curvature.arguments import batch_size, check_arguments, explained, why_not_finite
 from curvmon.curvature.isolation import Isolation, isolated, to_dtype
 from curvmon.curvature.nodes import Call, choose, labelled, record_calls, resolve
 from curvmon.curvature.operators import GraphOperator
@@ -19,6 +19,8 @@ from curvmon.curvature.trees import map_tensors
 from curvmon.errors import LossError, NodeError
 
 Loss = Callable[[Any, Any], Tensor]
+NOISE_SEED = 0
+"""for a model that draws noise of its own: the same in every forward pass and every measurement"""
 
 
 class Session(NamedTuple):
@@ -39,19 +41,20 @@ def open_session(
     nodes: Sequence[str] | None,
     output: str | None,
     batch_dim: int,
-    seed: int,
     dtype: torch.dtype | None,
 ) -> Iterator[Session]:
     """Tap `model` under `loss` for the life of the context; the model is as before when it ends, however it ends."""
     wanted = check_arguments(model, loss, nodes, output, batch_dim)
     samples = batch_size(batch, batch_dim)
-    with isolated(model, loss, seed=seed, dtype=dtype) as isolation:
+    with isolated(model, loss, seed=NOISE_SEED, dtype=dtype) as isolation:
 
         def run() -> Tensor:
-            reseed(seed)
+            reseed(NOISE_SEED)
             return checked_scalar(loss(model, map_tensors(batch, lambda tensor: _own(tensor, dtype))))
 
-        calls = explain_dtype(lambda: _discover(model, run, isolation), dtype)
+        calls = explained(lambda: _discover(model, run, isolation), model, dtype)
+        if not calls:
+            raise LossError("loss(model, batch) did not call the model that was passed, nor any part of it")
         out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))
 
         def tap(chosen: list[Call]) -> TappedGraph:
@@ -111,12 +114,10 @@ def _automatic(
             continue
         dead = {call.key for call, gradient in zip(chosen, operator.gradients) if gradient is None}
         outputs = {call.key for i, call in enumerate(chosen) if _is_output(graph, i)}
-        if dead:
-            left_out.update(dead)
-        elif outputs and len(chosen) - len(outputs) >= 2:
-            left_out.update(outputs)
-        else:
-            return operator, _shape_notes(calls, has_samples, samples, batch_dim)
+        if not dead and (not outputs or len(chosen) - len(outputs) < 2):
+            return operator, _shape_notes(calls, chosen, has_samples, samples, batch_dim)
+        left_out.update(dead or outputs)
+        del graph, operator  # they hold all activations
     raise unrelated or NodeError(
         "no module with parameters returned a floating tensor with the batch's samples along "
         f"batch_dim={batch_dim}; pass nodes=[...] or the right batch_dim"
@@ -130,7 +131,11 @@ def _is_output(graph: TappedGraph, i: int) -> bool:
 
 
 def _shape_notes(
-    calls: list[Call], has_samples: Callable[[Call], bool], samples: int | None, batch_dim: int
+    calls: list[Call],
+    chosen: list[Call],
+    has_samples: Callable[[Call], bool],
+    samples: int | None,
+    batch_dim: int,
 ) -> list[str]:
     """Modules with parameters that were passed over because of their shape: maybe `batch_dim` is wrong."""
     odd = [
@@ -139,7 +144,7 @@ def _shape_notes(
         if call.name
         and call.shape is not None
         and not has_samples(call)
-        and samples in call.shape
+        and (samples in call.shape or any(call.module is other.module for other in chosen))
         and next(call.module.parameters(), None) is not None
     ]
     if not odd:
@@ -157,6 +162,8 @@ def _output_notes(operator: GraphOperator, output: str | None) -> list[str]:
         'pass output="name of the module that returns the predictions", '
         'or output="" for the model itself, if its first tensor is all that the loss depends on'
     )
+    if output is not None:
+        advice = "write the other terms with torch loss functions and leave output out"
     if operator.unexplained == 1.0 and output is not None:
         return [f"gn_gap is NaN: the loss does not depend on the output of {output!r}"]
     if not operator.graph.outputs:
@@ -168,9 +175,15 @@ def _output_notes(operator: GraphOperator, output: str | None) -> list[str]:
     where = f"{output!r}" if output is not None else f"the inputs of {', '.join(dict.fromkeys(operator.graph.losses))}"
     if not operator.has_gauss_newton:
         return [f"gn_gap is NaN: {share} ({where}): the loss has another term written by hand; {advice}"]
+    notes = []
     if operator.unexplained > 1e-3:
-        return [f"gn_gap is approximate: {share} ({where}); its curvature is counted as gap; {advice}"]
-    return []
+        notes.append(f"gn_gap is approximate: {share} ({where}); its curvature is counted as gap; {advice}")
+    if operator.graph.unlinked:
+        names = ", ".join(dict.fromkeys(operator.graph.unlinked))
+        notes.append(
+            f'gn_gap splits at the probabilities that enter {names}; for the logits pass output="their module"'
+        )
+    return notes
 
 
 def _graph_notes(operator: GraphOperator, samples: int | None, batch_dim: int, dtype: torch.dtype | None) -> list[str]:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvmon.curvature.operators import BlockOperator, Columns
-from curvmon.errors import NonFiniteError
+from curvmon.curvature.operators import BlockOperator, Columns, Products, norm_squared, precise
 
 
 class Leading(NamedTuple):
@@ -54,43 +53,6 @@ class PerPart(NamedTuple):
     remainder: float
 
 
-class Products(NamedTuple):
-    """H[v, w] Z and GN[v, w] Z for all rows v; Z has one column per probe."""
-
-    hessian: Columns
-    gauss_newton: Columns | None
-
-
-def norm_squared(x: Tensor) -> float:
-    """‖x‖² in double precision: a loss scaled by 1e-9 must not underflow."""
-    return float(torch.linalg.vector_norm(precise(x)).item()) ** 2
-
-
-def precise(x: Tensor) -> Tensor:
-    """Double precision where the device has it."""
-    return x if x.device.type == "mps" else x.double()
-
-
-def products(operator: BlockOperator, w: int, z: Tensor) -> Products:
-    """H[:, w] Z and GN[:, w] Z for the columns of z (d_w x k)."""
-    template = operator.templates[w]
-    columns = [column.to(template.dtype).contiguous() for column in z.unbind(1)]
-    hessian = _stacked([operator.hessian_columns(w, column) for column in columns])
-    if not operator.has_gauss_newton:
-        return Products(hessian, None)
-    return Products(hessian, _stacked([operator.gauss_newton_columns(w, column) for column in columns]))
-
-
-def _stacked(images: list[Columns]) -> Columns:
-    stacked = [torch.stack(rows, dim=1) for rows in zip(*images)]
-    if not all(torch.isfinite(image).all() for image in stacked):
-        raise NonFiniteError(
-            "a Hessian-vector product is not finite although the loss is; "
-            "look for sqrt, norm or log at zero, or overflow in low precision"
-        )
-    return stacked
-
-
 class SharedBasis:
     """Q_v for every node, and the images of all basis vectors."""
 
@@ -114,7 +76,7 @@ class SharedBasis:
         fresh = self._orthonormal(w, candidates, most)
         if fresh.shape[1] == 0:
             return 0
-        images, before = products(self._operator, w, fresh), self._images[w]
+        images, before = self._operator.columns(w, fresh), self._images[w]
         if before is None:
             self._images[w] = images
         else:

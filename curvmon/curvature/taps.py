@@ -39,6 +39,8 @@ class TappedGraph:
     """zero leaves added to the outputs: d²L / de_out² is the loss's own curvature"""
     losses: list[str]
     """names of the torch loss functions that were seen"""
+    unlinked: list[str]
+    """those among them that take probabilities and whose logits were not found"""
 
 
 def tapped_forward(
@@ -83,6 +85,7 @@ def tapped_forward(
         outputs=[tensor for tensor, _ in found],
         output_taps=[tap for _, tap in found],
         losses=finder.losses,
+        unlinked=finder.unlinked,
     )
 
 
@@ -112,8 +115,13 @@ def _hook(node: Node, tap: Callable[[Node, Tensor], Tensor]) -> Any:
 
 def checked_scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
-        hint = "return its loss entry" if isinstance(loss, dict) else "without .item() or float()"
-        raise LossError(f"loss(model, batch) must return a scalar tensor, {hint}; it returned {type(loss).__name__}")
+        hints = {
+            "dict": "return its loss entry",
+            "NoneType": "did you forget the return?",
+            "tuple": "return one of them",
+        }
+        hint = hints.get(type(loss).__name__, "leave out .item() or float()")
+        raise LossError(f"loss(model, batch) must return a scalar tensor, not {type(loss).__name__}: {hint}")
     if loss.numel() != 1:
         raise LossError(
             f"loss(model, batch) must return a scalar tensor; it returned shape {tuple(loss.shape)}: "

@@ -31,14 +31,22 @@ def ce(m: Any, b: Batch) -> Tensor:
     return F.cross_entropy(m(b[0]), b[1])
 
 
+def backward_inside(m: Any, b: Batch) -> Tensor:
+    loss = ce(m, b)
+    loss.backward()
+    return loss
+
+
 @both
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
         (lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), r"shape \(8,\): reduce it"),
-        (lambda m, b: ce(m, b).item(), r"without .item\(\).*returned float"),
-        (lambda m, b: {"loss": ce(m, b)}, "return its loss entry; it returned dict"),
-        (lambda m, b: None, "returned NoneType"),
+        (lambda m, b: ce(m, b).item(), r"not float: leave out .item\(\)"),
+        (lambda m, b: {"loss": ce(m, b)}, "not dict: return its loss entry"),
+        (lambda m, b: None, "not NoneType: did you forget the return?"),
+        (lambda m, b: F.cross_entropy(torch.randn(8, 3), b[1]), "did not call the model that was passed"),
+        (backward_inside, "must not call backward"),
         (lambda m, b: m(b[0]).argmax().sum(), "must return a floating tensor"),
         (lambda m, b: ce(m, b).detach(), "does not depend on any of the nodes"),
         (lambda m, b: m(b[0]).sum() * 0 + float("nan"), "the loss is nan although"),
@@ -127,6 +135,9 @@ def test_a_batch_dimension_that_does_not_exist(run: Any, model: nn.Module, batch
         ({"seed": None}, "seed must be an integer"),
         ({"seed": 2**70}, "seed must be in"),
         ({"loss": 3}, "loss must be a callable"),
+        ({"loss": nn.CrossEntropyLoss()}, "loss takes the model and the batch, not predictions and targets"),
+        ({"loss": F.cross_entropy}, "loss takes the model and the batch"),
+        ({"loss": lambda out, target: F.cross_entropy(out, target)}, "loss takes the model and the batch"),
     ],
 )
 def test_arguments_that_cannot_be_meant(options: dict[str, Any], message: str, model: nn.Module, batch: Batch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import curvmon
 from curvmon.curvature.estimators import Estimate, PairEstimator
+from curvmon.curvature.operators import Products
 from curvmon.curvature.probes import RestSamples, gaussian, small_sample_factor
 from curvmon.curvature.subspace import SharedBasis
 from tests import cases
@@ -35,13 +36,10 @@ class Dense:
     def block(self, which: int, v: int, w: int) -> Tensor:
         return self._matrices[which][self._parts[v], self._parts[w]]
 
-    def hessian_columns(self, w: int, z: Tensor) -> list[Tensor]:
-        self.products += 1
-        return [self.block(0, v, w) @ z for v in range(len(self.templates))]
-
-    def gauss_newton_columns(self, w: int, z: Tensor) -> list[Tensor]:
-        self.products += 1
-        return [self.block(1, v, w) @ z for v in range(len(self.templates))]
+    def columns(self, w: int, z: Tensor) -> Products:
+        self.products += 2 * z.shape[1]
+        hessian, gauss_newton = ([self.block(i, v, w) @ z for v in range(len(self.templates))] for i in range(2))
+        return Products(hessian, gauss_newton)
 
     def truth(self, metric: str, v: int, w: int) -> float:
         norm = torch.linalg.norm
@@ -146,6 +144,27 @@ def test_stops_at_the_tolerance() -> None:
             assert tight.matrices.get(f"stderr/{metric}", v, w) <= 0.01 * tight.matrices.get(metric, v, w)
 
 
+def test_a_node_with_room_for_one_probe_is_exact_and_cheap() -> None:
+    """Six nodes, twelve directions each, and a node of thirteen entries: one probe spans what is left."""
+    sizes = (13, 40, 20, 50, 16, 30)
+    matrix = symmetric(1.0, 3, size=sum(sizes))
+    found = estimate(Dense(matrix, matrix @ matrix, sizes), 0, None)
+    assert torch.isfinite(found.matrices.errors()["resonance"]).all()
+    assert found.hvps < 2 * sum(sizes)
+
+
+def test_a_flat_spectrum_widens_the_error_of_the_stable_rank_honestly() -> None:
+    """D of a hundred cannot be found with few directions: it comes out too high, within an error below itself."""
+    matrix = symmetric(0.05, 4, size=600)
+    operator = Dense(matrix, matrix @ matrix, (300, 300))
+    found = estimate(operator, 0, 80)
+    for v, w in ((0, 0), (0, 1), (1, 1)):
+        value, error = found.matrices.get("stable_rank", v, w), found.matrices.get("stderr/stable_rank", v, w)
+        assert abs(value - operator.truth("stable_rank", v, w)) < 1.96 * error
+        assert error < value
+    assert any("stable_rank is not settled" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("limit", [30, 31, 50, 77, 200])
 def test_never_spends_more_than_allowed_and_counts_right(limit: int) -> None:
     operator = problem(0.5)
@@ -203,8 +222,9 @@ def test_the_split_of_a_norm_adds_up() -> None:
 
 def test_a_wrong_second_derivative_shows_as_asymmetry() -> None:
     class Skewed(Dense):
-        def hessian_columns(self, w: int, z: Tensor) -> list[Tensor]:
-            return [column * (1.1 if v > w else 1.0) for v, column in enumerate(super().hessian_columns(w, z))]
+        def columns(self, w: int, z: Tensor) -> Products:
+            true = super().columns(w, z)
+            return Products([x * (1.1 if v > w else 1.0) for v, x in enumerate(true.hessian)], true.gauss_newton)
 
     matrix = symmetric(1.0, 1)
     found = estimate(Skewed(matrix, matrix), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -273,15 +273,47 @@ def test_criterion_modules_are_found_wherever_they_are(run: Callable[..., Any], 
     assert_unchanged(before, snapshot(criterion))
 
 
-def test_a_hook_that_removes_itself_is_back(batch: Batch) -> None:
+@pytest.mark.parametrize("with_kwargs", [False, True])
+def test_a_hook_that_removes_itself_is_back(with_kwargs: bool, batch: Batch) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    fired: list[int] = []
 
-    def once(module: nn.Module, args: Any, out: Any) -> None:
+    def once(*args: Any) -> None:
+        fired.append(len(args))
         handle.remove()
 
-    handle = model[1].register_forward_hook(once)
+    handle = model[1].register_forward_hook(once, with_kwargs=with_kwargs)
     curvmon.measure(model, batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
     assert list(model[1]._forward_hooks.values()) == [once]
+    fired.clear()
+    model(batch[0])
+    assert fired == [4 if with_kwargs else 3]
+
+
+class Scaled(nn.Parameter):
+    """A parameter class of the user's own."""
+
+
+def test_parameter_classes_and_named_tuples_are_copied_too(batch: Batch) -> None:
+    class State(NamedTuple):
+        total: Tensor
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.state, self.head = Scaled(torch.ones(6)), State(torch.ones(1)), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state.total.add_(1)
+            with torch.no_grad():
+                self.weight.mul_(2)
+            assert isinstance(self.weight, Scaled)
+            return self.head(x * self.weight)
+
+    model = Model()
+    for run in (curvmon.measure, curvmon.exact):
+        run(model, batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]), nodes=["head"])
+    assert torch.equal(model.weight, torch.ones(6)) and model.state.total.item() == 1
 
 
 def test_features_that_a_users_hook_collects_are_tapped(batch: Batch) -> None:

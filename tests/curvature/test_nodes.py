@@ -99,6 +99,24 @@ def test_a_short_transformer_is_opened() -> None:
     assert chosen(Encoder(layers=2), torch.randn(SAMPLES, 4, 3)) == ("embed", *inner)
 
 
+def test_three_layers_are_kept_whole() -> None:
+    """Opened, they would be nine pieces, of which eight are no sensible choice."""
+    layers = tuple(f"encoder.layers.{i}" for i in range(3))
+    assert chosen(Encoder(layers=3), torch.randn(SAMPLES, 4, 3)) == ("embed", *layers)
+
+
+def test_a_block_is_better_than_its_only_layer() -> None:
+    def stage(inputs: int, outputs: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+    model = nn.ModuleDict({"stem": stage(3, 4), "one": stage(4, 4), "two": stage(4, 4), "head": nn.Linear(4, 2)})
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(m["head"](m["two"](m["one"](m["stem"](x))).mean((2, 3))), torch.zeros(SAMPLES).long())
+
+    assert chosen(model, images(size=4), loss=loss) == ("stem", "one", "two")
+
+
 def test_a_unet_gives_both_arms() -> None:
     assert chosen(UNet(), images(1, 4)) == ("down1", "down2", "middle", "up2", "up1")
 
@@ -182,6 +200,7 @@ def test_modules_with_another_batch_dimension_are_mentioned() -> None:
         (["**.up"], ("blocks.0.up", "blocks.1.up")),
         (["blocks.0", "blocks.0.up"], ("blocks.0.up", "blocks.0")),
         (["s*"], ("stem",)),
+        (["*"], ("stem", "head")),
     ],
 )
 def test_names_and_patterns(wanted: Any, expected: tuple[str, ...]) -> None:
@@ -234,7 +253,8 @@ def test_metrics_whose_hash_changes_are_no_problem() -> None:
     [
         ("block.0", r"no module 'block.0'; did you mean 'blocks.0'"),
         ("zzzzzz", r"no module 'zzzzzz'; modules: stem, blocks"),
-        ("layer*", r"pattern 'layer\*' matches no module"),
+        ("layer*", r"pattern 'layer\*' matches no module. Modules: stem"),
+        ("block*", r"matches no module that is called"),
         ("blocks", r"'blocks' is never called"),
     ],
 )

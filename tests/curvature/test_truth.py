@@ -59,4 +59,6 @@ def test_measure_is_within_four_standard_errors(case: Case, kind: str) -> None:
         for w in range(v, len(found.nodes)):
             for metric, value in truth.metrics(v, w).items():
                 estimate, error = getattr(found, metric)[v, w].item(), found.stderr[metric][v, w].item()
+                if metric == "resonance":
+                    assert error <= 0.1 * estimate
                 assert abs(estimate - value) <= 4 * error, f"{metric} of {found.nodes[v]}--{found.nodes[w]}"
