@@ -2,7 +2,7 @@
 
     python examples/quickstart.py
 
-Needs scikit-learn for its digits; nothing is downloaded. About half a minute on a laptop CPU.
+Needs scikit-learn for its digits; nothing is downloaded. About ten seconds on a laptop CPU.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def main() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # tensors this small are not worth a second thread
     digits = load_digits()
     x, y = torch.tensor(digits.data / 16.0, dtype=torch.float32), torch.tensor(digits.target)
     train, probe = (x[:1500], y[:1500]), (x[1500:1532], y[1500:1532])  # 32 samples are enough to see the geometry
     model = network()
 
+    print("Node 0 is the first linear layer, 1 to 4 are the residual blocks; the head is left out.\n")
     print("Before training")
-    print(curvmon.measure(model, probe, loss=loss))
+    before = curvmon.measure(model, probe, loss=loss)
+    print(before)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     epochs = 10
@@ -58,10 +61,16 @@ def main() -> None:
     after = curvmon.measure(model, probe, loss=loss)
     print(after)
 
-    print("\nMean over pairs of layers that are d apart")
-    print("d  resonance  coupling  gn_gap")
-    for d, row in enumerate(zip(*(after.by_distance(m) for m in ("resonance", "coupling", "gn_gap")))):
-        print(f"{d}  {row[0]:9.3g}  {row[1]:8.3f}  {row[2]:6.3f}")
+    print("\nMean over pairs of layers that are d apart, before -> after")
+    print("d      coupling       stable rank         GN-Gap")
+    metrics = ("coupling", "stable_rank", "gn_gap")
+    for d in range(len(before.nodes)):
+        pairs = [(before.by_distance(m)[d], after.by_distance(m)[d]) for m in metrics]
+        print(f"{d}  " + "  ".join(f"{old:6.3f} -> {new:6.3f}" for old, new in pairs))
+    print(
+        "\nTraining has aligned the layers: coupling near 1 at every distance, curvature in a single direction\n"
+        "(stable rank 1), most of it seen by Gauss-Newton. The gap of node 4 is 0: only a linear layer follows it."
+    )
 
 
 if __name__ == "__main__":

@@ -126,10 +126,11 @@ class PairEstimator:
             affordable = (self._basis_budget() - self._spent) // self._price
             wanted: dict[int, list[Tensor]] = defaultdict(list)
             for v, w in sorted(unsettled, key=lambda pair: -leading[pair].error(rest=1.0)):
-                for node, missing in {v: leading[v, w].at_row, w: leading[v, w].at_col}.items():
-                    length = 0.0 if missing is None else torch.linalg.vector_norm(missing).item()
+                ritz = leading[v, w].least_settled()
+                for node, missing in {v: ritz.at_row, w: ritz.at_col}.items():
+                    length = torch.linalg.vector_norm(missing).item()
                     # a side that adds nothing to the tilt is in the basis already, up to rounding
-                    if missing is not None and affordable > 0 and length**2 > 1e-3 * leading[v, w].tilt:
+                    if affordable > 0 and length**2 > 1e-3 * ritz.tilt:
                         wanted[node].append(missing / length)
                         affordable -= 1
             before = self._spent
@@ -240,8 +241,7 @@ class PairEstimator:
         errors: dict[Metric, float] = {
             "resonance": resonance * math.hypot(relative, rounding),
             "coupling": 0.0,
-            # the spectral norm can only be too low, by a factor 1 + δ at most, and D too high by its square
-            "stable_rank": rank * math.hypot(2 * relative, 1 - (1 + self._spectral_error(v, w)) ** -2, 2 * rounding),
+            "stable_rank": rank * math.hypot(2 * relative, self._rank_bias(v, w) / 1.96, 2 * rounding),
             "gn_gap": math.nan,
         }
         if v != w and row > 0 and col > 0:
@@ -266,6 +266,10 @@ class PairEstimator:
         size = max(self._operator.templates[node].numel() for node in (v, w))
         asymmetry = max(self._blocks[pair].asymmetry for pair in {(v, v), (v, w), (w, w)})
         return max((4 + math.sqrt(size)) * self._eps, asymmetry)
+
+    def _rank_bias(self, v: int, w: int) -> float:
+        """By which share D may be too high: the spectral norm can only be too low. Half the width of an interval."""
+        return float(1 - (1 + self._spectral_error(v, w)) ** -2)
 
     def _spectral_error(self, v: int, w: int) -> float:
         """Relative error of ‖H[v, w]‖_2; where the rest is stronger than what the bases hold, its known range."""

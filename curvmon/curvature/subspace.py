@@ -18,31 +18,52 @@ from torch import Tensor
 
 from curvmon.curvature.operators import BlockOperator, Columns, Products, norm_squared, precise
 
+RITZ_VALUES = 4
 
-class Leading(NamedTuple):
-    """Spectral norm of a block, as far as the bases know it.
 
-    `tilt` is ½(ε_v² + ε_w²), ε the length of the part of the leading singular vectors outside the bases; `gap` the
-    relative distance of the second singular value. `at_row`, `at_col` are those outside parts: adding them to the bases
-    is one step of a Krylov method for this pair.
+class Ritz(NamedTuple):
+    """A singular value of what the bases hold of a block, relative to the largest, and how far to trust it.
+
+    `tilt` is ½(ε_v² + ε_w²), ε the length of the part of its singular vectors outside the bases. `at_row`, `at_col` are
+    those parts: adding them to the bases is one step of a Krylov method.
     """
 
-    norm: float
+    value: float
     tilt: float
-    gap: float
-    at_row: Tensor | None
-    at_col: Tensor | None
+    at_row: Tensor
+    at_col: Tensor
+
+
+class Leading(NamedTuple):
+    """Spectral norm of a block, as far as the bases know it: the first of a few Ritz values."""
+
+    norm: float
+    ritz: list[Ritz]
+    """empty where a basis is complete: then the norm is exact"""
 
     def error(self, rest: float) -> float:
-        """Relative error of `norm` if P_v A P_w has `rest` times that norm.
+        """By how much, relatively, the norm may be too low if P_v A P_w has `rest` times its size."""
+        return max(0.0, *self._bounds(rest)) if self.ritz else 0.0
+
+    def least_settled(self) -> Ritz:
+        """The Ritz value that may turn out largest, should the rest be as strong as what was found."""
+        bounds = self._bounds(1.0)
+        return self.ritz[bounds.index(max(bounds))]
+
+    def _bounds(self, rest: float) -> list[float]:
+        """How far above the first Ritz value each of them may be in truth.
 
         To first order u^T (P_v A P_w) y <= ε_v ε_w rest is missing, u and y the singular vectors. To second order the
-        residual (of length sqrt(2 tilt) rest at most) mixes them with the next ones: its square over the gap, or where
-        there is no gap, its length.
+        residual, of length sqrt(2 tilt) rest at most, mixes them with others: for the first by its square over the gap
+        to the second, for those behind it, which may be the true leaders half seen, by its length.
         """
-        residual = math.sqrt(2 * self.tilt) * rest
-        mixed = min(residual**2 / (2 * self.gap), residual) if self.gap else residual
-        return self.tilt * rest + mixed
+        bounds = []
+        for i, (value, tilt, _, _) in enumerate(self.ritz):
+            mixed = residual = math.sqrt(2 * tilt) * rest
+            if i == 0 and len(self.ritz) > 1 and self.ritz[1].value < 1:
+                mixed = min(residual, residual**2 / (2 * (1 - self.ritz[1].value)))
+            bounds.append(value - 1 + tilt * rest + mixed)
+        return bounds
 
 
 class PerPart(NamedTuple):
@@ -142,7 +163,7 @@ class SharedBasis:
         forward, backward = self._parts(w, v)[0], self._parts(v, w)[0]
         scale = max(torch.linalg.vector_norm(forward).item(), torch.linalg.vector_norm(backward).item())
         if scale == 0:
-            return Leading(0.0, 0.0, 1.0, None, None)
+            return Leading(0.0, [])
         q_b, r_b = torch.linalg.qr(self.outside(v, forward / scale))
         q_c, r_c = torch.linalg.qr(self.outside(w, backward / scale))
         core = (precise(self.vectors[v]).T @ forward / scale).cpu()
@@ -152,13 +173,15 @@ class SharedBasis:
         small[k_v:, :k_w] = r_b.cpu()
         small[:k_v, k_w:] = r_c.T.cpu()
         u, s, vh = torch.linalg.svd(small)
-        left, right = u[k_v:, 0], vh[0, k_w:]
         norm = s[0].item() * scale
-        gap = 1 - s[1].item() / s[0].item() if len(s) > 1 else 1.0
         if self.is_complete(v) or self.is_complete(w):
-            return Leading(norm, 0.0, gap, None, None)
-        tilt = 0.5 * (left.square().sum() + right.square().sum()).item()
-        return Leading(norm, tilt, gap, q_b @ left.to(q_b), q_c @ right.to(q_c))
+            return Leading(norm, [])
+        ritz = []
+        for i in range(min(RITZ_VALUES, len(s))):
+            left, right = u[k_v:, i], vh[i, k_w:]
+            tilt = 0.5 * (left.square().sum() + right.square().sum()).item()
+            ritz.append(Ritz((s[i] / s[0]).item(), tilt, q_b @ left.to(q_b), q_c @ right.to(q_c)))
+        return Leading(norm, ritz)
 
 
 def _per_part(values: list[float]) -> PerPart:
