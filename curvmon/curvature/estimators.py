@@ -13,26 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvmon.curvature.metrics import Matrices, Norms, pair_metrics
+from curvmon.curvature.assembly import Assembler
+from curvmon.curvature.metrics import Matrices
 from curvmon.curvature.operators import BlockOperator, precise
-from curvmon.curvature.probes import PARTS, RestSamples, Term, gaussian
-from curvmon.curvature.subspace import Leading, PerPart, SharedBasis
+from curvmon.curvature.probes import RestSamples, gaussian
+from curvmon.curvature.subspace import SharedBasis
 from curvmon.errors import InputError
-from curvmon.types import Metric
 
 # A node this small is measured exactly: its whole space costs no more than a basis and the probes would.
 SMALL_NODE = 12
 FEWEST_PROBES, FIRST_PROBES = 3, 16
 PRODUCTS_PER_NODE = 400
 """Limit without `max_hvps`; 5 % needs it only for blocks whose rest is dominated by very few directions."""
-
-
-class Block(NamedTuple):
-    """What the bases know of one pair v <= w."""
-
-    captured: PerPart
-    leading: Leading
-    asymmetry: float
 
 
 class Estimate(NamedTuple):
@@ -74,13 +66,11 @@ class PairEstimator:
         self._eps = max(torch.finfo(template.dtype).eps for template in operator.templates)
         self._basis = SharedBasis(operator)
         self._rest = RestSamples(operator, self._basis)
-        self._blocks: dict[tuple[int, int], Block] = {}
 
     def run(self) -> Estimate:
         self._build_basis()
         self._refine_basis()
-        self._blocks = {pair: self._block(*pair) for pair in self._pairs()}
-        return self._probe_until_sure()
+        return self._probe_until_sure(Assembler(self._basis, self._rest, self._names, self._eps))
 
     def _pairs(self) -> list[tuple[int, int]]:
         return [(v, w) for v in range(self._n) for w in range(v, self._n)]
@@ -150,11 +140,7 @@ class PairEstimator:
     def _open_nodes(self) -> list[int]:
         return [v for v in range(self._n) if not self._basis.is_complete(v)]
 
-    def _block(self, v: int, w: int) -> Block:
-        captured = self._basis.captured(v, w)
-        return Block(captured, self._basis.leading(v, w), self._basis.asymmetry(v, w))
-
-    def _probe_until_sure(self) -> Estimate:
+    def _probe_until_sure(self, assembler: Assembler) -> Estimate:
         open_nodes = self._open_nodes()
         first = max(
             FEWEST_PROBES, min(FIRST_PROBES, (self._limit - self._spent) // max(1, self._price * len(open_nodes)))
@@ -163,42 +149,16 @@ class PairEstimator:
         while True:
             for v, count in wanted.items():
                 self._spent += self._rest.add(v, count, self._generator)
-            matrices = self._assemble()
+            matrices = assembler.matrices()
             unsure = self._unsure(matrices)
             wanted = {v: min(-(-self._rest.count(v) // 2), self._rest.room(v)) for v in open_nodes if v in unsure}
             wanted = {v: count for v, count in wanted.items() if count > 0}
             if not wanted:
-                return Estimate(matrices, self._spent, [*self._asymmetry_notes(), *self._rank_notes(matrices)])
+                return Estimate(matrices, self._spent, assembler.notes(matrices, self._rtol))
             if self._spent + self._price * sum(wanted.values()) > self._limit:
                 why = "max_hvps" if self._limited_by_user else f"{PRODUCTS_PER_NODE} products per node"
                 note = f"stopped at {why} before every standard error was below rtol={self._rtol:g}"
-                notes = [*self._asymmetry_notes(), note, *self._rank_notes(matrices)]
-                return Estimate(matrices, self._spent, notes)
-
-    def _rank_notes(self, matrices: Matrices) -> list[str]:
-        """Spectral norms that the budget for the bases did not settle; probes do not help there."""
-        unsettled = [
-            f"{self._names[v]}--{self._names[w]}"
-            for v, w in self._pairs()
-            if matrices.get("stderr/stable_rank", v, w) > self._rtol * matrices.get("stable_rank", v, w)
-        ]
-        return (
-            [f"stable_rank is not settled for {', '.join(unsettled)}; a larger max_hvps would help"]
-            if unsettled
-            else []
-        )
-
-    def _asymmetry_notes(self) -> list[str]:
-        """Far more than rounding: some backward pass between the nodes and the loss is wrong to second order."""
-        limit = 30 * math.sqrt(self._eps)
-        worst = max(self._blocks, key=lambda pair: self._blocks[pair].asymmetry)
-        if self._blocks[worst].asymmetry < limit:
-            return []
-        v, w = (self._names[node] for node in worst)
-        return [
-            f"suspect: H[{v}, {w}] is not symmetric (by {self._blocks[worst].asymmetry:.1g} of its size); a custom "
-            f"autograd function between the nodes and the loss has a wrong second derivative"
-        ]
+                return Estimate(matrices, self._spent, [note, *assembler.notes(matrices, self._rtol)])
 
     def _unsure(self, matrices: Matrices) -> set[int]:
         """Nodes at which more probes would help: their pairs have errors above the tolerance."""
@@ -211,70 +171,3 @@ class PairEstimator:
                 if error > self._rtol * scale and math.isfinite(scale):
                     unsure.update((v, w))
         return unsure
-
-    def _norms(self, v: int, w: int) -> Norms:
-        block = self._blocks[v, w]
-        hessian, gauss_newton, remainder = (
-            captured + self._rest.mean(part, v, w) for part, captured in zip(PARTS, block.captured)
-        )
-        # what the bases missed altogether can still be stronger than what they hold
-        return Norms(hessian, gauss_newton, remainder, max(block.leading.norm, self._rest.spectral_norms(v, w)[0]))
-
-    def _assemble(self) -> Matrices:
-        matrices = Matrices(self._names)
-        norms = {(v, w): self._norms(v, w) for v, w in self._pairs()}
-        for (v, w), pair in norms.items():
-            own = norms[v, v].hessian, norms[w, w].hessian
-            matrices.put_metrics(v, w, pair_metrics(pair, *own, self._eps, diagonal=v == w), pair)
-            for metric, error in self._errors(v, w, pair, *own).items():
-                matrices.put_error(metric, v, w, error)
-        return matrices
-
-    def _errors(self, v: int, w: int, norms: Norms, row: float, col: float) -> dict[Metric, float]:
-        """Standard errors by the delta method, plus rounding."""
-        noise, rounding = self._rest.standard_error, self._rounding(v, w)
-        if norms.hessian == 0:
-            return {"resonance": 0.0, "coupling": math.nan, "stable_rank": math.nan, "gn_gap": math.nan}
-        resonance = math.sqrt(norms.hessian)
-        relative = noise([(0.5 / norms.hessian, "hessian", v, w)])
-        rank = norms.hessian / norms.spectral**2 if norms.spectral else math.nan
-        errors: dict[Metric, float] = {
-            "resonance": resonance * math.hypot(relative, rounding),
-            "coupling": 0.0,
-            "stable_rank": rank * math.hypot(2 * relative, self._rank_bias(v, w) / 1.96, 2 * rounding),
-            "gn_gap": math.nan,
-        }
-        if v != w and row > 0 and col > 0:
-            terms: list[Term] = [
-                (0.5 / norms.hessian, "hessian", v, w),
-                (-0.25 / row, "hessian", v, v),
-                (-0.25 / col, "hessian", w, w),
-            ]
-            errors["coupling"] = resonance / (row * col) ** 0.25 * math.hypot(noise(terms), rounding)
-        if norms.gauss_newton > 0:
-            gap = math.sqrt(norms.remainder / norms.gauss_newton)
-            terms = [(-0.5 * gap / norms.gauss_newton, "gauss_newton", v, w)]
-            if gap > 0:
-                terms.append((0.5 * gap / norms.remainder, "remainder", v, w))
-            # T = H - GN inherits the rounding of both, however small it is itself
-            rounding *= 1 + gap + resonance / math.sqrt(norms.gauss_newton)
-            errors["gn_gap"] = math.hypot(noise(terms), rounding)
-        return errors
-
-    def _rounding(self, v: int, w: int) -> float:
-        """Relative error from floating-point arithmetic, as it shows in the asymmetry of the blocks."""
-        size = max(self._operator.templates[node].numel() for node in (v, w))
-        asymmetry = max(self._blocks[pair].asymmetry for pair in {(v, v), (v, w), (w, w)})
-        return max((4 + math.sqrt(size)) * self._eps, asymmetry)
-
-    def _rank_bias(self, v: int, w: int) -> float:
-        """By which share D may be too high: the spectral norm can only be too low. Half the width of an interval."""
-        return float(1 - (1 + self._spectral_error(v, w)) ** -2)
-
-    def _spectral_error(self, v: int, w: int) -> float:
-        """Relative error of ‖H[v, w]‖_2; where the rest is stronger than what the bases hold, its known range."""
-        leading = self._blocks[v, w].leading
-        at_least, at_most = self._rest.spectral_norms(v, w)
-        if leading.norm <= at_least:
-            return at_most / at_least - 1 if at_least else 0.0
-        return leading.error(at_most / leading.norm)

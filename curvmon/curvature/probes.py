@@ -77,7 +77,7 @@ class RestSamples:
         return self._dimension(w) - self.count(w)
 
     def _dimension(self, w: int) -> int:
-        return self._operator.templates[w].numel() - self._basis.size(w)
+        return self._basis.dimension(w) - self._basis.size(w)
 
     def add(self, w: int, count: int, generator: torch.Generator) -> int:
         """`count` more probes at w, at most `room`; returns the products spent."""

@@ -85,9 +85,12 @@ class SharedBasis:
     def size(self, v: int) -> int:
         return self.vectors[v].shape[1]
 
+    def dimension(self, v: int) -> int:
+        return self.vectors[v].shape[0]
+
     def is_complete(self, v: int) -> bool:
         """Q_v spans the whole space: every block of v is known exactly."""
-        return self.size(v) == self.vectors[v].shape[0]
+        return self.size(v) == self.dimension(v)
 
     def extend(self, w: int, candidates: Tensor, most: int) -> int:
         """Add up to `most` directions from the columns of `candidates`, strongest first; returns the products spent.

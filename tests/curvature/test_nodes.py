@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 import curvmon
 from curvmon.curvature.nodes import resolve
-from tests.cases import CalledTwice, Encoder, ResidualMLP, UNet
+from tests.networks import CalledTwice, Encoder, ResidualMLP, UNet
 from tests.resnet import resnet18
 
 SAMPLES = 4

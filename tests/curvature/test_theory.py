@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvmon
-from tests.cases import Attention, ConvNet, relu_mlp
+from tests.networks import Attention, ConvNet, relu_mlp
 from tests.resnet import resnet18
 
 BATCH = 12
