@@ -79,7 +79,9 @@ class PairEstimator:
         """Sketch every node with random probes, keep the leading directions of what arrives at each node."""
         sketches = max(1, min(max(2, -(-4 // self._n)), self._columns // 8))
         columns = max(1, min(max(6, 2 * self._n), 3 * self._columns // 8))
-        small = [t.numel() <= min(SMALL_NODE, self._columns - sketches) for t in self._operator.templates]
+        # a node of which fewer entries than probes would be left is measured completely
+        enough = min(max(SMALL_NODE, columns + FEWEST_PROBES), self._columns - sketches)
+        small = [template.numel() <= enough for template in self._operator.templates]
         arrived: dict[int, list[Tensor]] = defaultdict(list)
         for w, template in enumerate(self._operator.templates):
             if all(small):
@@ -96,7 +98,7 @@ class PairEstimator:
                     remainder = hessian - precise(images.gauss_newton[v])
                     arrived[v].append(remainder / torch.linalg.vector_norm(remainder, dim=0).maximum(scale))
         for v in range(self._n):
-            if small[v] or self._operator.templates[v].numel() - columns <= FEWEST_PROBES <= self._columns - columns:
+            if small[v]:
                 self._spent += self._basis.complete(v)
             else:
                 self._spent += self._extended(v, torch.cat(arrived[v], dim=1), columns)
