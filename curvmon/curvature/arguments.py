@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ def check_integer(name: str, value: Any) -> None:
         raise InputError(f"{name} must be an integer, not {value!r}")
 
 
+def has_dimension(shape: Sequence[int], dim: int) -> bool:
+    return -len(shape) <= dim < len(shape)
+
+
 def batch_size(batch: Any, batch_dim: int) -> int | None:
     """The number of samples, by vote of the tensors in the batch; None for a batch without tensors.
 
@@ -68,11 +72,11 @@ def batch_size(batch: Any, batch_dim: int) -> int | None:
         if tensor.ndim == 1:
             votes[tensor.shape[0]] += 1
         elif tensor.ndim > 1:
-            dims = {d % tensor.ndim for d in (batch_dim, 0) if -tensor.ndim <= d < tensor.ndim}
+            dims = {d % tensor.ndim for d in (batch_dim, 0) if has_dimension(tensor.shape, d)}
             votes.update(tensor.shape[d] for d in sorted(dims, reverse=True))
     if not tensors:
         return None
-    if not any(-tensor.ndim <= batch_dim < tensor.ndim for _, tensor in tensors):
+    if not any(has_dimension(tensor.shape, batch_dim) for _, tensor in tensors):
         shapes = ", ".join(f"{path} has shape {tuple(tensor.shape)}" for path, tensor in tensors[:3])
         raise InputError(f"batch_dim={batch_dim} does not exist: {shapes}")
     samples = votes.most_common(1)[0][0]

@@ -88,7 +88,7 @@ class PairEstimator:
                 break
             count = min(sketches, template.numel())
             images = self._operator.columns(w, gaussian(template, count, self._generator))
-            self._spent += self._price * count
+            self._spent += images.spent
             for v, image in enumerate(images.hessian):
                 # every pair counts the same; T, where it is small, less
                 hessian = precise(image)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from curvmon.curvature.trees import named_tensors
+from curvmon.curvature.trees import first_floating
 from curvmon.errors import NodeError
 
 MIN_NODES, MAX_NODES = 5, 8
@@ -40,11 +40,6 @@ class Call(NamedTuple):
     def key(self) -> tuple[int, int]:
         """By identity: the hash of a torchmetrics module changes with its state."""
         return id(self.module), self.call
-
-
-def first_floating(output: Any) -> Tensor | None:
-    """The tensor that stands for a module's output: LSTM and attention modules return tuples."""
-    return next((t for _, t in named_tensors(output) if t.is_floating_point()), None)
 
 
 def record_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:

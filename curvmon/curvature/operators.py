@@ -31,6 +31,11 @@ class Products(NamedTuple):
     hessian: Columns
     gauss_newton: Columns | None
 
+    @property
+    def spent(self) -> int:
+        """How many products this is: one per column for H, and one for GN."""
+        return self.hessian[0].shape[1] * (1 if self.gauss_newton is None else 2)
+
 
 class BlockOperator(Protocol):
     """What an estimator needs to know of a network: products with column blocks of H and GN."""

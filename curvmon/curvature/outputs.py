@@ -82,13 +82,16 @@ class OutputFinder(TorchFunctionMode):
         if func in _LOSSES and torch.is_grad_enabled():
             args, kwargs = self._tap_arguments(func, args, kwargs)
         result = func(*args, **kwargs)
-        is_step = func in _LINKS or (func in _CARRIERS and bool(args) and id(args[0]) in self._steps)
-        # a mixture with something else that is differentiable has no single source
-        mixed = any(isinstance(arg, Tensor) and arg.requires_grad for arg in (*args[1:], *kwargs.values()))
-        if is_step and args and not mixed and isinstance(result, Tensor) and result is not args[0]:
-            versions = args[0]._version, result._version
-            self._steps[id(result)] = _Step(result, func, args[0], args[1:], kwargs, versions)
+        if args and (func in _LINKS or (func in _CARRIERS and id(args[0]) in self._steps)):
+            self._remember(result, func, args[0], args[1:], kwargs)
         return result
+
+    def _remember(self, result: Any, func: Any, source: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # a mixture with something else that is differentiable has no single source
+        mixed = any(isinstance(arg, Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
+        if not mixed and isinstance(result, Tensor) and result is not source:
+            versions = source._version, result._version
+            self._steps[id(result)] = _Step(result, func, source, args, kwargs, versions)
 
     def __exit__(self, *exc: Any) -> None:
         self._steps.clear()

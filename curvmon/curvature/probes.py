@@ -93,7 +93,7 @@ class RestSamples:
                 self._put(w, v, "gauss_newton", gauss_newton)
                 self._put(w, v, "remainder", hessian - gauss_newton)
         self._probes[w] = torch.cat([self._probes[w], directions], dim=1)
-        return directions.shape[1] * (1 if images.gauss_newton is None else 2)
+        return images.spent
 
     def _fresh_directions(self, w: int, count: int, generator: torch.Generator) -> Tensor:
         """Orthonormal, uniformly distributed in what neither the basis nor earlier probes span."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvmon.curvature.arguments import batch_size, check_arguments, explained, why_not_finite
+from curvmon.curvature.arguments import batch_size, check_arguments, explained, has_dimension, why_not_finite
 from curvmon.curvature.isolation import Isolation, isolated, to_dtype
 from curvmon.curvature.nodes import Call, choose, labelled, record_calls, resolve
 from curvmon.curvature.operators import GraphOperator
@@ -97,7 +97,7 @@ def _automatic(
 
     def has_samples(call: Call) -> bool:
         shape = call.shape
-        if shape is None or not -len(shape) <= batch_dim < len(shape):
+        if shape is None or not has_dimension(shape, batch_dim):
             return False
         return samples is None or shape[batch_dim] == samples
 

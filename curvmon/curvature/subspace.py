@@ -107,12 +107,12 @@ class SharedBasis:
             joined = [_joined(old, new) for old, new in zip(before, images)]
             self._images[w] = Products(joined[0] or [], joined[1])
         self.vectors[w] = torch.cat([self.vectors[w], fresh], dim=1)
-        return fresh.shape[1] * (1 if images.gauss_newton is None else 2)
+        return images.spent
 
     def complete(self, w: int) -> int:
         """Span the whole space with the unit vectors; returns the products spent."""
-        template = self.vectors[w]
-        return self.extend(w, torch.eye(template.shape[0], dtype=template.dtype, device=template.device), 10**9)
+        like, size = self.vectors[w], self.dimension(w)
+        return self.extend(w, torch.eye(size, dtype=like.dtype, device=like.device), most=size)
 
     def _orthonormal(self, w: int, candidates: Tensor, most: int) -> Tensor:
         basis = self.vectors[w]
@@ -138,19 +138,26 @@ class SharedBasis:
             values.append(norm_squared(toward_v) + norm_squared(self.outside(v, toward_w)))
         return _per_part(values)
 
+    def _images_of(self, source: int) -> Products:
+        images = self._images[source]
+        assert images is not None, "a block is known only where both nodes have a basis"
+        return images
+
+    def _image(self, source: int, target: int) -> Tensor:
+        """H Q_source at `target`."""
+        return precise(self._images_of(source).hessian[target])
+
     def _parts(self, source: int, target: int) -> list[Tensor]:
         """A Q_source at `target`, for A = H, and where known GN and T."""
-        images = self._images[source]
-        assert images is not None, "captured() needs a basis at both nodes"
-        hessian = precise(images.hessian[target])
-        if images.gauss_newton is None:
+        hessian, known = self._image(source, target), self._images_of(source).gauss_newton
+        if known is None:
             return [hessian]
-        gauss_newton = precise(images.gauss_newton[target])
+        gauss_newton = precise(known[target])
         return [hessian, gauss_newton, hessian - gauss_newton]
 
     def asymmetry(self, v: int, w: int) -> float:
         """‖Q_v^T (A Q_w) - (A^T Q_v)^T Q_w‖_F / ‖A Q_w‖_F: rounding, if every second derivative is right."""
-        forward, backward = self._parts(w, v)[0], self._parts(v, w)[0]
+        forward, backward = self._image(w, v), self._image(v, w)
         scale = float(torch.linalg.vector_norm(forward).item())
         if scale == 0:
             return 0.0
@@ -163,7 +170,7 @@ class SharedBasis:
         A - P_v A P_w = [Q_v  Q_B] [ Q_v^T A Q_w   R_C^T ] [Q_w  Q_C]^T,   P_v A Q_w = Q_B R_B,  P_w A^T Q_v = Q_C R_C
                                    [ R_B             0   ]
         """
-        forward, backward = self._parts(w, v)[0], self._parts(v, w)[0]
+        forward, backward = self._image(w, v), self._image(v, w)
         scale = max(torch.linalg.vector_norm(forward).item(), torch.linalg.vector_norm(backward).item())
         if scale == 0:
             return Leading(0.0, [])

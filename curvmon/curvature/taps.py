@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvmon.curvature.arguments import has_dimension
 from curvmon.curvature.nodes import Node
 from curvmon.curvature.outputs import OutputFinder
-from curvmon.curvature.trees import replace_first
+from curvmon.curvature.trees import replace_first_floating
 from curvmon.errors import InputError, LossError
 
 
@@ -91,7 +92,7 @@ def tapped_forward(
 
 def batch_axis(tensor: Tensor, batch_dim: int, where: str) -> int:
     """`batch_dim` as a non-negative axis of `tensor`."""
-    if not -tensor.ndim <= batch_dim < tensor.ndim:
+    if not has_dimension(tensor.shape, batch_dim):
         raise InputError(
             f"batch_dim={batch_dim} does not exist at {where}, which has shape {tuple(tensor.shape)}; "
             f"pass the dimension that counts samples"
@@ -107,7 +108,7 @@ def _hook(node: Node, tap: Callable[[Node, Tensor], Tensor]) -> Any:
         count["calls"] += 1
         if count["calls"] - 1 != node.call:
             return None
-        return replace_first(result, Tensor.is_floating_point, lambda tensor: tap(node, tensor))
+        return replace_first_floating(result, lambda tensor: tap(node, tensor))
 
     # first of all hooks: features that a user's hook collects for the loss are tapped too
     return node.module.register_forward_hook(hook, prepend=True)

@@ -51,9 +51,14 @@ def named_tensors(tree: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]
             yield from named_tensors(getattr(tree, field.name), f"{path}.{field.name}")
 
 
-def replace_first(tree: Any, wanted: Callable[[Tensor], bool], function: Callable[[Tensor], Tensor]) -> Any:
-    """`tree` with its first tensor that is `wanted` replaced wherever it stands; the rest is the same objects."""
-    first = next((tensor for _, tensor in named_tensors(tree) if wanted(tensor)), None)
+def first_floating(tree: Any) -> Tensor | None:
+    """The tensor that stands for a module's output: LSTM and attention modules return tuples."""
+    return next((tensor for _, tensor in named_tensors(tree) if tensor.is_floating_point()), None)
+
+
+def replace_first_floating(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`tree` with its first floating tensor replaced wherever it stands; the rest is the same objects."""
+    first = first_floating(tree)
     if first is None:
         return tree
     replacement = function(first)

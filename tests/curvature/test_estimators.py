@@ -209,14 +209,19 @@ def test_low_rank_blocks_are_exact() -> None:
         assert found.get("gn_gap", v, w) < 1e-10
 
 
+def random_basis(operator: Dense, generator: torch.Generator) -> SharedBasis:
+    """Three of four random directions at every node."""
+    basis = SharedBasis(operator)
+    for v, size in enumerate(SIZES):
+        basis.extend(v, torch.randn(size, 4, generator=generator, dtype=torch.float64), most=3)
+        assert basis.size(v) == 3
+    return basis
+
+
 def test_the_split_of_a_norm_adds_up() -> None:
     """‖A‖² = ‖A^T Q_v‖² + ‖P_v A Q_w‖² + ‖P_v A P_w‖²"""
     operator = problem(0.5)
-    basis = SharedBasis(operator)
-    g = torch.Generator().manual_seed(5)
-    for v, size in enumerate(SIZES):
-        basis.extend(v, torch.randn(size, 4, generator=g, dtype=torch.float64), most=3)
-        assert basis.size(v) == 3
+    basis = random_basis(operator, torch.Generator().manual_seed(5))
     for v, w in PAIRS:
         A = operator.block(0, v, w)
         rest = torch.linalg.norm(basis.outside(w, basis.outside(v, A).T)) ** 2
@@ -245,11 +250,8 @@ def test_probes_come_from_the_generator_alone() -> None:
 
 def test_probes_are_orthogonal_and_exact_when_they_span_the_rest() -> None:
     """Sampling without replacement: after as many probes as there are dimensions nothing is left to chance."""
-    operator = problem(0.5)
-    basis = SharedBasis(operator)
-    g = torch.Generator().manual_seed(5)
-    for v, size in enumerate(SIZES):
-        basis.extend(v, torch.randn(size, 3, generator=g, dtype=torch.float64), most=3)
+    operator, g = problem(0.5), torch.Generator().manual_seed(5)
+    basis = random_basis(operator, g)
     rest = RestSamples(operator, basis)
     spent = sum(rest.add(0, count, g) for count in (5, 20, 100))
     assert rest.room(0) == 0 and spent == 2 * (SIZES[0] - 3)
