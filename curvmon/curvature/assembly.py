@@ -1,12 +1,13 @@
-"""From what bases and probes know to the four metrics of all pairs, with their standard errors."""
+"""From what factors, bases and probes know to the four metrics of all pairs, with their standard errors."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
+from curvmon.curvature.gauss_newton import Knowledge
 from curvmon.curvature.metrics import Matrices, Norms, pair_metrics
-from curvmon.curvature.probes import PARTS, RestSamples, Term
+from curvmon.curvature.probes import PARTS, Part, RestSamples, Term
 from curvmon.curvature.subspace import Leading, PerPart, SharedBasis
 from curvmon.types import Metric
 
@@ -15,23 +16,42 @@ class Block(NamedTuple):
     """What the bases know of one pair v <= w."""
 
     captured: PerPart
-    leading: Leading
     asymmetry: float
 
 
-class Assembler:
-    """Reads a finished basis and the samples so far; can be asked again when there are more."""
+class Mixture(NamedTuple):
+    """‖P_v A P_w‖_F² = by_probes + share · (known - the probes' own estimate) of GN: a control variate."""
 
-    def __init__(self, basis: SharedBasis, rest: RestSamples, names: tuple[str, ...], eps: float) -> None:
+    value: float
+    probed: tuple[tuple[float, Part], ...]
+    """(slope, part) that the probes contribute"""
+    share: float
+    """slope of the norm that the factors know"""
+
+
+class Assembler:
+    """Reads finished bases and the samples so far; can be asked again when there are more."""
+
+    def __init__(
+        self, basis: SharedBasis, rest: RestSamples, known: Knowledge, names: tuple[str, ...], eps: float
+    ) -> None:
         self._basis = basis
         self._rest = rest
+        self._known = known
         self._names = names
         self._eps = eps
+        self._pairs = [(v, w) for v in range(len(names)) for w in range(v, len(names))]
         self._blocks = {
-            (v, w): Block(basis.captured(v, w), basis.leading(v, w), basis.asymmetry(v, w))
-            for v in range(len(names))
-            for w in range(v, len(names))
+            (v, w): Block(basis.captured(v, w), basis.asymmetry(v, w))
+            for v, w in self._pairs
+            if not self._is_known(v, w)
         }
+        self._leading: dict[tuple[int, int], Leading] = {}
+        self._mixtures: dict[tuple[Part, int, int], Mixture] = {}
+
+    def _is_known(self, v: int, w: int) -> bool:
+        """H = GN there, and GN is known exactly."""
+        return self._known.is_exact and bool({v, w} & self._known.flat)
 
     def notes(self, matrices: Matrices, rtol: float) -> list[str]:
         return [*self._asymmetry_notes(), *self._rank_notes(matrices, rtol)]
@@ -41,7 +61,7 @@ class Assembler:
         unsettled = [
             f"{self._names[v]}--{self._names[w]}"
             for v, w in self._blocks
-            if matrices.get("stderr/stable_rank", v, w) > rtol * matrices.get("stable_rank", v, w)
+            if matrices.get("stderr/stable_rank", v, w) > 2 * rtol * matrices.get("stable_rank", v, w)
         ]
         return (
             [f"stable_rank is not settled for {', '.join(unsettled)}; a larger max_hvps would help"]
@@ -52,8 +72,8 @@ class Assembler:
     def _asymmetry_notes(self) -> list[str]:
         """Far more than rounding: some backward pass between the nodes and the loss is wrong to second order."""
         limit = 30 * math.sqrt(self._eps)
-        worst = max(self._blocks, key=lambda pair: self._blocks[pair].asymmetry)
-        if self._blocks[worst].asymmetry < limit:
+        worst = max(self._blocks, key=lambda pair: self._blocks[pair].asymmetry, default=None)
+        if worst is None or self._blocks[worst].asymmetry < limit:
             return []
         v, w = (self._names[node] for node in worst)
         return [
@@ -61,17 +81,12 @@ class Assembler:
             f"autograd function between the nodes and the loss has a wrong second derivative"
         ]
 
-    def _norms(self, v: int, w: int) -> Norms:
-        block = self._blocks[v, w]
-        hessian, gauss_newton, remainder = (
-            captured + self._rest.mean(part, v, w) for part, captured in zip(PARTS, block.captured)
-        )
-        # what the bases missed altogether can still be stronger than what they hold
-        return Norms(hessian, gauss_newton, remainder, max(block.leading.norm, self._rest.spectral_norms(v, w)[0]))
-
     def matrices(self) -> Matrices:
+        self._mixtures.clear()
+        everything = self._basis.with_more(self._rest.directions())
+        self._leading = {(v, w): everything.leading(v, w) for v, w in self._blocks}
         matrices = Matrices(self._names)
-        norms = {(v, w): self._norms(v, w) for v, w in self._blocks}
+        norms = {(v, w): self._norms(v, w) for v, w in self._pairs}
         for (v, w), pair in norms.items():
             own = norms[v, v].hessian, norms[w, w].hessian
             matrices.put_metrics(v, w, pair_metrics(pair, *own, self._eps, diagonal=v == w), pair)
@@ -79,51 +94,99 @@ class Assembler:
                 matrices.put_error(metric, v, w, error)
         return matrices
 
+    def _norms(self, v: int, w: int) -> Norms:
+        if self._is_known(v, w):
+            assert self._known.factors is not None
+            norm = self._known.factors.norm_squared(v, w)
+            return Norms(norm, norm, 0.0, self._spectral(v, w)[0])
+        block = self._blocks[v, w]
+        hessian, gauss_newton, remainder = (
+            captured + self._mixture(part, v, w).value for part, captured in zip(PARTS, block.captured)
+        )
+        return Norms(max(hessian, 0.0), max(gauss_newton, 0.0), remainder, self._spectral(v, w)[0])
+
+    def _spectral(self, v: int, w: int) -> tuple[float, float]:
+        """‖H[v, w]‖_2 and its standard error."""
+        if self._is_known(v, w):
+            assert self._known.factors is not None
+            return self._known.factors.spectral_norm(v, w), 0.0
+        at_least, at_most = self._rest.spectral_norms(v, w)
+        norm, error = self._leading[v, w].corrected(at_least, at_most)
+        # what the bases missed altogether can still be stronger than what they hold
+        return (norm, error) if norm > at_least else (math.sqrt(at_least * at_most), (at_most - at_least) / 4)
+
+    def _mixture(self, part: Part, v: int, w: int) -> Mixture:
+        """Let the factors bear what they know better than the probes do."""
+        if (part, v, w) not in self._mixtures:
+            self._mixtures[part, v, w] = self._new_mixture(part, v, w)
+        return self._mixtures[part, v, w]
+
+    def _new_mixture(self, part: Part, v: int, w: int) -> Mixture:
+        probed = Mixture(self._rest.mean(part, v, w), ((1.0, part),), 0.0)
+        factors = self._known.factors
+        complete = self._basis.is_complete(v) or self._basis.is_complete(w)
+        if part == "remainder" or factors is None or factors.rows is None or complete:
+            return probed
+        known = factors.rest(v, w, self._basis.vectors)
+        if part == "gauss_newton":
+            mixed = Mixture(known, (), 1.0)
+        elif {v, w} & self._known.flat:
+            return Mixture(known, (), 1.0)
+        else:
+            value = probed.value + known - self._rest.mean("gauss_newton", v, w)
+            mixed = Mixture(value, ((1.0, part), (-1.0, "gauss_newton")), 1.0)
+        better = self._noise([(1.0, mixed, v, w)]) <= self._noise([(1.0, probed, v, w)])
+        return mixed if better or math.isnan(probed.value) else probed
+
+    def _noise(self, terms: list[tuple[float, Mixture, int, int]]) -> float:
+        """Standard error of Σ slope · mixture, from the probes and from the factors."""
+        probed: list[Term] = [
+            (slope * own, part, v, w) for slope, mixture, v, w in terms for own, part in mixture.probed
+        ]
+        error = self._rest.standard_error(probed)
+        known = [(slope * mixture.share, v, w) for slope, mixture, v, w in terms if mixture.share]
+        if not known or self._known.factors is None:
+            return error
+        return math.hypot(error, self._known.factors.standard_error(known, self._basis.vectors))
+
     def _errors(self, v: int, w: int, norms: Norms, row: float, col: float) -> dict[Metric, float]:
         """Standard errors by the delta method, plus rounding."""
-        noise, rounding = self._rest.standard_error, self._rounding(v, w)
+
+        def noise(*terms: tuple[float, Part, int, int]) -> float:
+            return self._noise([(s, self._mixture(p, i, j), i, j) for s, p, i, j in terms if not self._is_known(i, j)])
+
+        rounding = self._rounding(v, w)
         if norms.hessian == 0:
             return {"resonance": 0.0, "coupling": math.nan, "stable_rank": math.nan, "gn_gap": math.nan}
         resonance = math.sqrt(norms.hessian)
-        relative = noise([(0.5 / norms.hessian, "hessian", v, w)])
+        relative = noise((0.5 / norms.hessian, "hessian", v, w))
         rank = norms.hessian / norms.spectral**2 if norms.spectral else math.nan
+        missing = self._spectral(v, w)[1] / norms.spectral if norms.spectral else math.nan
         errors: dict[Metric, float] = {
             "resonance": resonance * math.hypot(relative, rounding),
             "coupling": 0.0,
-            "stable_rank": rank * math.hypot(2 * relative, self._rank_bias(v, w) / 1.96, 2 * rounding),
+            "stable_rank": rank * 2 * math.hypot(relative, missing, rounding),
             "gn_gap": math.nan,
         }
         if v != w and row > 0 and col > 0:
-            terms: list[Term] = [
+            relative = noise(
                 (0.5 / norms.hessian, "hessian", v, w),
                 (-0.25 / row, "hessian", v, v),
                 (-0.25 / col, "hessian", w, w),
-            ]
-            errors["coupling"] = resonance / (row * col) ** 0.25 * math.hypot(noise(terms), rounding)
+            )
+            errors["coupling"] = resonance / (row * col) ** 0.25 * math.hypot(relative, rounding)
         if norms.gauss_newton > 0:
             gap = math.sqrt(norms.remainder / norms.gauss_newton)
-            terms = [(-0.5 * gap / norms.gauss_newton, "gauss_newton", v, w)]
+            terms: list[Term] = [(-0.5 * gap / norms.gauss_newton, "gauss_newton", v, w)]
             if gap > 0:
                 terms.append((0.5 * gap / norms.remainder, "remainder", v, w))
-            # T = H - GN inherits the rounding of both, however small it is itself
-            rounding *= 1 + gap + resonance / math.sqrt(norms.gauss_newton)
-            errors["gn_gap"] = math.hypot(noise(terms), rounding)
+            errors["gn_gap"] = math.hypot(
+                noise(*terms), rounding * (1 + gap + resonance / math.sqrt(norms.gauss_newton))
+            )
         return errors
 
     def _rounding(self, v: int, w: int) -> float:
         """Relative error from floating-point arithmetic, as it shows in the asymmetry of the blocks."""
         size = max(self._basis.dimension(node) for node in (v, w))
-        asymmetry = max(self._blocks[pair].asymmetry for pair in {(v, v), (v, w), (w, w)})
-        return max((4 + math.sqrt(size)) * self._eps, asymmetry)
-
-    def _rank_bias(self, v: int, w: int) -> float:
-        """By which share D may be too high: the spectral norm can only be too low. Half the width of an interval."""
-        return float(1 - (1 + self._spectral_error(v, w)) ** -2)
-
-    def _spectral_error(self, v: int, w: int) -> float:
-        """Relative error of ‖H[v, w]‖_2; where the rest is stronger than what the bases hold, its known range."""
-        leading = self._blocks[v, w].leading
-        at_least, at_most = self._rest.spectral_norms(v, w)
-        if leading.norm <= at_least:
-            return at_most / at_least - 1 if at_least else 0.0
-        return leading.error(at_most / leading.norm)
+        asymmetries = [self._blocks[pair].asymmetry for pair in {(v, v), (v, w), (w, w)} if pair in self._blocks]
+        return max((4 + math.sqrt(size)) * self._eps, *asymmetries, 0.0)

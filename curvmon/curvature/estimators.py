@@ -1,7 +1,9 @@
 """R, C, D and GN-Gap of all pairs, with standard errors, from products alone.
 
-Three phases, all of them counted: a random sketch finds the leading directions of every node; the shared basis is
-refined until the spectral norms have settled; random probes estimate the rest until every error is below `rtol`.
+What factors and certificate know costs nothing more. For the other pairs there are three phases, all of them counted:
+first directions at every node, the leading ones of GN where its factors are known and random ones; what arrives from
+them at each node extends its shared basis, which is refined until the spectral norms have settled; random probes
+estimate the rest until every error is below `rtol`.
 """
 
 from __future__ import annotations
@@ -14,15 +16,20 @@ import torch
 from torch import Tensor
 
 from curvmon.curvature.assembly import Assembler
+from curvmon.curvature.gauss_newton import NOTHING, Knowledge
 from curvmon.curvature.metrics import Matrices
-from curvmon.curvature.operators import BlockOperator, precise
+from curvmon.curvature.operators import BlockOperator, Products, precise
 from curvmon.curvature.probes import RestSamples, gaussian
 from curvmon.curvature.subspace import SharedBasis
 from curvmon.errors import InputError
 
 # A node this small is measured exactly: its whole space costs no more than a basis and the probes would.
 SMALL_NODE = 12
-FEWEST_PROBES, FIRST_PROBES = 3, 16
+FEWEST_PROBES, FIRST_PROBES = 3, 5
+
+FIRST_DIRECTIONS = ARRIVING_DIRECTIONS = 2
+BASIS_SIZE = 8
+"""directions per node without `max_hvps`, at the default tolerance; more for a smaller one"""
 PRODUCTS_PER_NODE = 400
 """Limit without `max_hvps`; 5 % needs it only for blocks whose rest is dominated by very few directions."""
 
@@ -44,14 +51,18 @@ class PairEstimator:
         rtol: float,
         max_hvps: int | None,
         generator: torch.Generator,
+        known: Knowledge = NOTHING,
     ) -> None:
         self._operator = operator
         self._names = names
         self._rtol = rtol
         self._generator = generator
-        self._n = len(operator.templates)
-        self._price = 2 if operator.has_gauss_newton else 1
-        least = (2 + FEWEST_PROBES) * self._n * self._price
+        self._known = known
+        self._nodes = [v for v in range(len(names)) if not (known.is_exact and v in known.flat)]
+        """those with pairs of which not everything is known"""
+        self._n = len(self._nodes)
+        self._price = operator.price
+        least = known.spent + (2 + FEWEST_PROBES) * self._n * self._price
         if max_hvps is not None and max_hvps < least:
             raise InputError(
                 f"max_hvps={max_hvps} is too few for {self._n} nodes: at least {least} products are needed "
@@ -60,48 +71,59 @@ class PairEstimator:
             )
         self._limit = PRODUCTS_PER_NODE * self._n if max_hvps is None else max_hvps
         # columns per node, each a product with H and one with GN
-        self._columns = self._limit // (self._n * self._price)
+        self._columns = (self._limit - known.spent) // max(1, self._n * self._price)
         self._limited_by_user = max_hvps is not None
-        self._spent = 0
+        self._spent = known.spent
         self._eps = max(torch.finfo(template.dtype).eps for template in operator.templates)
         self._basis = SharedBasis(operator)
-        self._rest = RestSamples(operator, self._basis)
+        self._rest = RestSamples(operator, self._basis, self._nodes)
 
     def run(self) -> Estimate:
         self._build_basis()
         self._refine_basis()
-        return self._probe_until_sure(Assembler(self._basis, self._rest, self._names, self._eps))
+        return self._probe_until_sure(Assembler(self._basis, self._rest, self._known, self._names, self._eps))
 
     def _pairs(self) -> list[tuple[int, int]]:
-        return [(v, w) for v in range(self._n) for w in range(v, self._n)]
+        return [(v, w) for v in self._nodes for w in self._nodes if v <= w]
 
     def _build_basis(self) -> None:
-        """Sketch every node with random probes, keep the leading directions of what arrives at each node."""
-        sketches = max(1, min(max(2, -(-4 // self._n)), self._columns // 8))
-        columns = max(1, min(max(6, 2 * self._n), 3 * self._columns // 8))
+        """First directions at every node; then the leading ones of what arrives from them."""
+        first = max(1, min(FIRST_DIRECTIONS, self._columns // 4))
+        arriving = max(1, min(ARRIVING_DIRECTIONS, self._columns // 4))
         # a node of which fewer entries than probes would be left is measured completely
-        enough = min(max(SMALL_NODE, columns + FEWEST_PROBES), self._columns - sketches)
-        small = [template.numel() <= enough for template in self._operator.templates]
-        arrived: dict[int, list[Tensor]] = defaultdict(list)
-        for w, template in enumerate(self._operator.templates):
-            if all(small):
-                break
-            count = min(sketches, template.numel())
-            images = self._operator.columns(w, gaussian(template, count, self._generator))
-            self._spent += images.spent
-            for v, image in enumerate(images.hessian):
-                # every pair counts the same; T, where it is small, less
-                hessian = precise(image)
-                scale = torch.linalg.vector_norm(hessian, dim=0).clamp_min(torch.finfo(hessian.dtype).tiny)
-                arrived[v].append(hessian / scale)
-                if images.gauss_newton is not None:
-                    remainder = hessian - precise(images.gauss_newton[v])
-                    arrived[v].append(remainder / torch.linalg.vector_norm(remainder, dim=0).maximum(scale))
-        for v in range(self._n):
-            if small[v]:
-                self._spent += self._basis.complete(v)
-            else:
-                self._spent += self._extended(v, torch.cat(arrived[v], dim=1), columns)
+        enough = min(max(SMALL_NODE, BASIS_SIZE + FEWEST_PROBES), self._columns)
+        small = {v for v in self._nodes if self._operator.templates[v].numel() <= enough}
+        for v in self._nodes:
+            self._spent += (
+                self._basis.complete(v) if v in small else self._basis.extend(v, self._first(v, first), first)
+            )
+        images = {w: self._basis.images(w) for w in self._nodes}
+        for v in self._nodes:
+            if v not in small:
+                self._spent += self._extended(
+                    v, torch.cat([self._arrived(v, x) for x in images.values()], dim=1), arriving
+                )
+
+    def _first(self, v: int, count: int) -> Tensor:
+        """Leading directions of GN where they are known, and random ones: one at least, T may be elsewhere."""
+        random = gaussian(self._operator.templates[v], count, self._generator)
+        random = random / torch.linalg.vector_norm(random, dim=0)
+        factors = self._known.factors
+        if factors is None or factors.rows is None or count == 1:
+            return torch.cat([random], dim=1)
+        leading = torch.cat([factors.leading(v, w) for w in self._nodes], dim=1)
+        strongest = torch.linalg.svd(leading, full_matrices=False).U[:, : count - 1]
+        return torch.cat([strongest, random[:, : count - strongest.shape[1]]], dim=1)
+
+    def _arrived(self, v: int, images: Products) -> Tensor:
+        """Every pair counts the same; T, where it is small, less."""
+        hessian = images.hessian(v)
+        scale = torch.linalg.vector_norm(hessian, dim=0).clamp_min(torch.finfo(hessian.dtype).tiny)
+        arrived = [hessian / scale]
+        if images.gauss_newton is not None:
+            remainder = precise(images.remainder[v])
+            arrived.append(remainder / torch.linalg.vector_norm(remainder, dim=0).maximum(scale))
+        return torch.cat(arrived, dim=1)
 
     def _extended(self, v: int, candidates: Tensor, most: int) -> int:
         """Extend the basis; a node on which nothing arrives gets one random direction, so that zero is seen as zero."""
@@ -110,37 +132,42 @@ class PairEstimator:
         return self._basis.extend(v, candidates, most)
 
     def _refine_basis(self) -> None:
-        """Add the missing part of the leading singular vectors, worst pair first, until all spectral norms settle."""
+        """Until all spectral norms have settled, one direction more per node and round: a Krylov method.
+
+        It is the one that its pairs miss most, each pair missing a part of its leading singular vectors.
+        """
         while True:
             leading = {pair: self._basis.leading(*pair) for pair in self._pairs()}
-            # the rest is not known yet; that it is no stronger than what was found is the cautious guess
-            unsettled = [pair for pair in self._pairs() if leading[pair].error(rest=1.0) > self._rtol / 2]
-            affordable = (self._basis_budget() - self._spent) // self._price
             wanted: dict[int, list[Tensor]] = defaultdict(list)
-            for v, w in sorted(unsettled, key=lambda pair: -leading[pair].error(rest=1.0)):
+            for v, w in self._pairs():
+                # the rest is not known yet; that it is no stronger than what was found is the cautious guess
+                lacking = leading[v, w].may_lack()
+                if lacking <= self._rtol / 2:
+                    continue
                 ritz = leading[v, w].least_settled()
                 for node, missing in {v: ritz.at_row, w: ritz.at_col}.items():
                     length = torch.linalg.vector_norm(missing).item()
                     # a side that adds nothing to the tilt is in the basis already, up to rounding
-                    if affordable > 0 and length**2 > 1e-3 * ritz.tilt:
-                        wanted[node].append(missing / length)
-                        affordable -= 1
+                    if length**2 > 1e-3 * ritz.tilt:
+                        wanted[node].append(missing * (lacking / length))
             before = self._spent
             for v, candidates in wanted.items():
-                self._spent += self._basis.extend(v, torch.stack(candidates, dim=1), len(candidates))
+                if self._spent + self._price <= self._basis_budget():
+                    self._spent += self._basis.extend(v, torch.stack(candidates, dim=1), 1)
             if self._spent == before:
                 return
 
     def _basis_budget(self) -> int:
         """Products for sketch and bases: what the first probes leave, at least half; without a limit, a quarter."""
         if not self._limited_by_user:
-            return self._limit // 4
+            size = math.ceil(BASIS_SIZE * max(1.0, math.sqrt(0.05 / self._rtol)))
+            return self._known.spent + size * self._n * self._price
         per_probe = len(self._open_nodes()) * self._price
         ceiling = max(self._limit // 2, self._limit - FIRST_PROBES * per_probe)
         return min(ceiling, self._limit - FEWEST_PROBES * per_probe)
 
     def _open_nodes(self) -> list[int]:
-        return [v for v in range(self._n) if not self._basis.is_complete(v)]
+        return [v for v in self._nodes if not self._basis.is_complete(v)]
 
     def _probe_until_sure(self, assembler: Assembler) -> Estimate:
         open_nodes = self._open_nodes()
@@ -157,7 +184,9 @@ class PairEstimator:
             wanted = {v: count for v, count in wanted.items() if count > 0}
             if not wanted:
                 return Estimate(matrices, self._spent, assembler.notes(matrices, self._rtol))
-            if self._spent + self._price * sum(wanted.values()) > self._limit:
+            each = (self._limit - self._spent) // (self._price * len(wanted))
+            wanted = {v: min(count, each) for v, count in wanted.items()}
+            if each <= 0:
                 why = "max_hvps" if self._limited_by_user else f"{PRODUCTS_PER_NODE} products per node"
                 note = f"stopped at {why} before every standard error was below rtol={self._rtol:g}"
                 return Estimate(matrices, self._spent, [note, *assembler.notes(matrices, self._rtol)])
@@ -168,8 +197,8 @@ class PairEstimator:
         for v, w in self._pairs():
             for metric in ("resonance", "coupling", "gn_gap"):
                 value, error = matrices.get(metric, v, w), matrices.get(f"stderr/{metric}", v, w)
-                # D has twice the relative error of R; a gap far below one need not be known to 5 % of itself
-                scale = {"resonance": value / 2, "gn_gap": max(value, self._rtol)}.get(metric, value)
+                # a gap far below one need not be known to 5 % of itself
+                scale = max(value, self._rtol) if metric == "gn_gap" else value
                 if error > self._rtol * scale and math.isfinite(scale):
                     unsure.update((v, w))
         return unsure

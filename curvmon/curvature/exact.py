@@ -59,7 +59,7 @@ def exact(
         for w, template in enumerate(operator.templates):
             columns = operator.columns(w, torch.eye(sizes[w], dtype=template.dtype, device=template.device))
             for v, name in enumerate(names):
-                blocks[name, names[w]] = columns.hessian[v].double().cpu()
+                blocks[name, names[w]] = columns.hessian(v).cpu()
                 if columns.gauss_newton is not None:
                     gauss_newton[name, names[w]] = columns.gauss_newton[v].double().cpu()
     matrices = _matrices(names, blocks, gauss_newton)

@@ -11,6 +11,7 @@ from torch import nn
 
 from curvmon.curvature.arguments import check_budget
 from curvmon.curvature.estimators import PairEstimator
+from curvmon.curvature.gauss_newton import examine, with_factors
 from curvmon.curvature.session import Loss, open_session
 from curvmon.types import Measurement
 
@@ -66,8 +67,15 @@ def measure(
     with open_session(model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=None) as session:
         # another stream than the model's own noise, which is seeded as well
         generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
-        estimator = PairEstimator(session.operator, session.names, rtol=rtol, max_hvps=max_hvps, generator=generator)
-        estimate = estimator.run()
+        known = examine(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
+        estimate = PairEstimator(
+            with_factors(session.operator, known),
+            session.names,
+            rtol=rtol,
+            max_hvps=max_hvps,
+            generator=generator,
+            known=known,
+        ).run()
     matrices = estimate.matrices
     return Measurement(
         nodes=session.names,
@@ -76,5 +84,5 @@ def measure(
         loss=session.loss,
         hvps=estimate.hvps,
         seconds=time.perf_counter() - start,
-        notes=(*session.notes, *matrices.notes(), *estimate.notes),
+        notes=(*session.notes, *known.notes, *matrices.notes(), *estimate.notes),
     )

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from curvmon.curvature.operators import BlockOperator, precise
+from curvmon.curvature.operators import BlockOperator, Products, precise
 from curvmon.curvature.subspace import SharedBasis
 
 Part = Literal["hessian", "gauss_newton", "remainder"]
@@ -62,15 +62,21 @@ class RestSamples:
     The basis must not change once there are samples.
     """
 
-    def __init__(self, operator: BlockOperator, basis: SharedBasis) -> None:
+    def __init__(self, operator: BlockOperator, basis: SharedBasis, rows: Sequence[int]) -> None:
         self._operator = operator
         self._basis = basis
+        self._rows = rows
         self._probes = [precise(t.new_zeros((t.numel(), 0))) for t in operator.templates]
+        self._images: dict[int, Products] = {}
         # per node and (part, row), a matrix for every batch of probes
         self._products: list[dict[tuple[Part, int], list[Tensor]]] = [defaultdict(list) for _ in operator.templates]
 
     def count(self, w: int) -> int:
         return self._probes[w].shape[1]
+
+    def directions(self) -> dict[int, tuple[Tensor, Products]]:
+        """The probes as unit vectors, with their images: what they know of the leading directions counts as well."""
+        return {w: (self._probes[w], images) for w, images in self._images.items()}
 
     def room(self, w: int) -> int:
         """How many more probes there can be at w before they span all that the basis does not."""
@@ -84,14 +90,14 @@ class RestSamples:
         directions = self._fresh_directions(w, min(count, self.room(w)), generator)
         if directions.shape[1] == 0:
             return 0
-        images = self._operator.columns(w, directions * math.sqrt(self._dimension(w)))
-        for v, image in enumerate(images.hessian):
-            hessian = self._basis.outside(v, precise(image))
-            self._put(w, v, "hessian", hessian)
+        images = self._operator.columns(w, directions)
+        self._images[w] = images if w not in self._images else self._images[w].joined(images)
+        images = images.scaled(math.sqrt(self._dimension(w)))
+        for v in self._rows:
+            self._put(w, v, "hessian", self._basis.outside(v, images.hessian(v)))
             if images.gauss_newton is not None:
-                gauss_newton = self._basis.outside(v, precise(images.gauss_newton[v]))
-                self._put(w, v, "gauss_newton", gauss_newton)
-                self._put(w, v, "remainder", hessian - gauss_newton)
+                self._put(w, v, "gauss_newton", self._basis.outside(v, precise(images.gauss_newton[v])))
+                self._put(w, v, "remainder", self._basis.outside(v, precise(images.remainder[v])))
         self._probes[w] = torch.cat([self._probes[w], directions], dim=1)
         return images.spent
 

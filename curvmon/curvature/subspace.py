@@ -11,12 +11,13 @@ bases hold the leading directions, because it is cut on both sides. k products a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvmon.curvature.operators import BlockOperator, Columns, Products, norm_squared, precise
+from curvmon.curvature.operators import BlockOperator, Products, norm_squared, precise
 
 RITZ_VALUES = 4
 
@@ -41,29 +42,40 @@ class Leading(NamedTuple):
     ritz: list[Ritz]
     """empty where a basis is complete: then the norm is exact"""
 
-    def error(self, rest: float) -> float:
-        """By how much, relatively, the norm may be too low if P_v A P_w has `rest` times its size."""
-        return max(0.0, *self._bounds(rest)) if self.ritz else 0.0
+    def corrected(self, weakest: float, strongest: float) -> tuple[float, float]:
+        """The norm with what it lacks by expectation, and a standard error, if ‖P_v A P_w‖_2 is in a range.
+
+        A Ritz value knows nothing of the rest and is too low: to first order by the rest between the parts of its
+        vectors that lie outside the bases, to second order because its residual mixes it with others. Neither is known;
+        the coefficients are fitted to dense blocks with all kinds of spectra and to networks (docs/accuracy.md).
+        """
+        if not self.ritz or not self.norm:
+            return self.norm, 0.0
+        low, high = weakest / self.norm, strongest / self.norm
+        lacks = [_lack(ritz, low) for ritz in self.ritz]
+        values = [ritz.value * (1 + lack) for ritz, lack in zip(self.ritz, lacks)]
+        best, errors = max(values), []
+        # another one may lead in truth: its uncertainty counts as far as it reaches beyond the best
+        for i, (ritz, lack, value) in enumerate(zip(self.ritz, lacks, values)):
+            mixed = residual = math.sqrt(2 * ritz.tilt) * high
+            gap = 1 - self.ritz[1].value if i == 0 and len(self.ritz) > 1 else 0.0
+            if gap > 0:
+                mixed = min(residual, residual**2 / (2 * gap))
+            errors.append(value + math.hypot(lack, 0.05 * mixed) - best)
+        return self.norm * best, self.norm * max(0.0, *errors)
+
+    def may_lack(self) -> float:
+        """By how much, relatively, the norm may be too low should the rest be as strong as what was found."""
+        return max((ritz.value * (1 + _lack(ritz, 1.0)) for ritz in self.ritz), default=1.0) - 1
 
     def least_settled(self) -> Ritz:
         """The Ritz value that may turn out largest, should the rest be as strong as what was found."""
-        bounds = self._bounds(1.0)
-        return self.ritz[bounds.index(max(bounds))]
+        return max(self.ritz, key=lambda ritz: ritz.value * (1 + _lack(ritz, 1.0)))
 
-    def _bounds(self, rest: float) -> list[float]:
-        """How far above the first Ritz value each of them may be in truth.
 
-        To first order u^T (P_v A P_w) y <= ε_v ε_w rest is missing, u and y the singular vectors. To second order the
-        residual, of length sqrt(2 tilt) rest at most, mixes them with others: for the first by its square over the gap
-        to the second, for those behind it, which may be the true leaders half seen, by its length.
-        """
-        bounds = []
-        for i, (value, tilt, _, _) in enumerate(self.ritz):
-            mixed = residual = math.sqrt(2 * tilt) * rest
-            if i == 0 and len(self.ritz) > 1 and self.ritz[1].value < 1:
-                mixed = min(residual, residual**2 / (2 * (1 - self.ritz[1].value)))
-            bounds.append(value - 1 + tilt * rest + mixed)
-        return bounds
+def _lack(ritz: Ritz, rest: float) -> float:
+    """By how much a Ritz value is too low, relatively, if the rest has `rest` times the norm."""
+    return rest * (0.4 + rest) * ritz.tilt
 
 
 class PerPart(NamedTuple):
@@ -100,14 +112,22 @@ class SharedBasis:
         fresh = self._orthonormal(w, candidates, most)
         if fresh.shape[1] == 0:
             return 0
-        images, before = self._operator.columns(w, fresh), self._images[w]
-        if before is None:
-            self._images[w] = images
-        else:
-            joined = [_joined(old, new) for old, new in zip(before, images)]
-            self._images[w] = Products(joined[0] or [], joined[1])
-        self.vectors[w] = torch.cat([self.vectors[w], fresh], dim=1)
+        images = self._operator.columns(w, fresh)
+        self._add(w, fresh, images)
         return images.spent
+
+    def _add(self, w: int, fresh: Tensor, images: Products) -> None:
+        before = self._images[w]
+        self._images[w] = images if before is None else before.joined(images)
+        self.vectors[w] = torch.cat([self.vectors[w], fresh], dim=1)
+
+    def with_more(self, more: Mapping[int, tuple[Tensor, Products]]) -> SharedBasis:
+        """A copy that also holds directions (orthonormal, outside the basis) whose images are known already."""
+        copy = SharedBasis(self._operator)
+        copy.vectors, copy._images = list(self.vectors), list(self._images)
+        for w, (directions, images) in more.items():
+            copy._add(w, directions.to(copy.vectors[w].dtype), images)
+        return copy
 
     def complete(self, w: int) -> int:
         """Span the whole space with the unit vectors; returns the products spent."""
@@ -138,22 +158,22 @@ class SharedBasis:
             values.append(norm_squared(toward_v) + norm_squared(self.outside(v, toward_w)))
         return _per_part(values)
 
-    def _images_of(self, source: int) -> Products:
+    def images(self, source: int) -> Products:
+        """H Q_source and GN Q_source at all nodes."""
         images = self._images[source]
         assert images is not None, "a block is known only where both nodes have a basis"
         return images
 
     def _image(self, source: int, target: int) -> Tensor:
         """H Q_source at `target`."""
-        return precise(self._images_of(source).hessian[target])
+        return self.images(source).hessian(target)
 
     def _parts(self, source: int, target: int) -> list[Tensor]:
         """A Q_source at `target`, for A = H, and where known GN and T."""
-        hessian, known = self._image(source, target), self._images_of(source).gauss_newton
-        if known is None:
-            return [hessian]
-        gauss_newton = precise(known[target])
-        return [hessian, gauss_newton, hessian - gauss_newton]
+        images = self.images(source)
+        if images.gauss_newton is None:
+            return [images.hessian(target)]
+        return [images.hessian(target), precise(images.gauss_newton[target]), precise(images.remainder[target])]
 
     def asymmetry(self, v: int, w: int) -> float:
         """‖Q_v^T (A Q_w) - (A^T Q_v)^T Q_w‖_F / ‖A Q_w‖_F: rounding, if every second derivative is right."""
@@ -196,9 +216,3 @@ class SharedBasis:
 
 def _per_part(values: list[float]) -> PerPart:
     return PerPart(*values) if len(values) == 3 else PerPart(values[0], float("nan"), float("nan"))
-
-
-def _joined(old: Columns | None, new: Columns | None) -> Columns | None:
-    if old is None or new is None:
-        return None
-    return [torch.cat([a, b], dim=1) for a, b in zip(old, new)]

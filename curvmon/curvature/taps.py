@@ -32,6 +32,8 @@ class TappedGraph:
     loss: Tensor
     taps: list[Tensor]
     """e_v, one per node; zero leaves"""
+    sample_taps: list[Tensor]
+    """e_v spread over the batch: the derivative by it has a row per sample"""
     tapped: list[Tensor]
     """f_v + e_v, what the rest of the network sees"""
     outputs: list[Tensor]
@@ -49,6 +51,7 @@ def tapped_forward(
 ) -> TappedGraph:
     """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function."""
     taps: dict[str, Tensor] = {}
+    spread: dict[str, Tensor] = {}
     tapped: dict[str, Tensor] = {}
     found: list[tuple[Tensor, Tensor]] = []
 
@@ -56,7 +59,8 @@ def tapped_forward(
         dim = batch_axis(tensor, batch_dim, node.label)
         shape = [size for axis, size in enumerate(tensor.shape) if axis != dim]
         taps[node.label] = tensor.new_zeros(shape, requires_grad=True)
-        tapped[node.label] = tensor + taps[node.label].unsqueeze(dim)
+        spread[node.label] = taps[node.label].unsqueeze(dim).expand_as(tensor)
+        tapped[node.label] = tensor + spread[node.label]
         return tapped[node.label]
 
     def tap_output(node: Node, tensor: Tensor) -> Tensor:
@@ -82,6 +86,7 @@ def tapped_forward(
         nodes=nodes,
         loss=loss,
         taps=[taps[node.label] for node in nodes],
+        sample_taps=[spread[node.label] for node in nodes],
         tapped=[tapped[node.label] for node in nodes],
         outputs=[tensor for tensor, _ in found],
         output_taps=[tap for _, tap in found],

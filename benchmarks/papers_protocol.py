@@ -1,0 +1,119 @@
+"""The first paper's estimators, pair by pair: the baseline that curvmon.measure is compared with.
+
+For every pair: R from 30 Rademacher probes; the spectral norm from 20 power iterations on H^T H; the gap from 30 more
+probes, each with a product with H and one with GN. In its favour, graphs are built once and kept for all products (the
+papers' code builds them anew for each), and only what a pair needs is differentiated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from curvmon.curvature.session import open_session
+from curvmon.curvature.taps import TappedGraph
+
+PROBES, POWER_STEPS, GAP_PROBES = 30, 20, 30
+METRICS = ("resonance", "coupling", "stable_rank", "gn_gap")
+
+
+class Protocol(NamedTuple):
+    resonance: Tensor
+    coupling: Tensor
+    stable_rank: Tensor
+    gn_gap: Tensor
+    hvps: int
+    seconds: float
+
+
+class _Pair:
+    """Products with H[v, w], its transpose and GN[v, w] of one graph."""
+
+    def __init__(self, graph: TappedGraph) -> None:
+        self._graph = graph
+        self._gradients = _grad([graph.loss], graph.taps, create_graph=True)
+        self._at_output = _grad([graph.loss], graph.output_taps, create_graph=True)
+        self._cotangents = [torch.zeros_like(out, requires_grad=True) for out in graph.outputs]
+        self._pullbacks = _grad(graph.outputs, graph.taps, self._cotangents, create_graph=True)
+        self.products = 0
+
+    def hessian(self, v: int, w: int, z: Tensor) -> Tensor:
+        self.products += 1
+        return self._zero_if_none(_grad([self._gradients[w]], [self._graph.taps[v]], [z])[0], v)
+
+    def gauss_newton(self, v: int, w: int, z: Tensor) -> Tensor:
+        self.products += 1
+        tangents = _grad([self._pullbacks[w]], self._cotangents, [z])
+        curved = _grad(self._at_output, self._graph.output_taps, tangents)
+        return self._zero_if_none(_grad(self._graph.outputs, [self._graph.taps[v]], curved)[0], v)
+
+    def _zero_if_none(self, x: Tensor | None, v: int) -> Tensor:
+        return torch.zeros_like(self._graph.taps[v]) if x is None else x
+
+
+def _grad(
+    functions: Sequence[Any], variables: Sequence[Tensor], weights: Sequence[Any] | None = None, **options: bool
+) -> list[Any]:
+    if not any(f.requires_grad for f in functions):
+        return [None] * len(variables)
+    return list(
+        torch.autograd.grad(functions, variables, weights, retain_graph=True, allow_unused=True, **options)  # type: ignore[arg-type]
+    )
+
+
+def papers_protocol(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any, Any], Tensor],
+    nodes: Sequence[str],
+    seed: int = 0,
+    only: Sequence[tuple[int, int]] | None = None,
+) -> Protocol:
+    """All pairs, or those given by their indices (v, w) with v <= w."""
+    start = time.perf_counter()
+    torch.manual_seed(seed)
+    with open_session(model, batch, loss=loss, nodes=nodes, output=None, batch_dim=0, dtype=None) as session:
+        pair = _Pair(session.operator.graph)
+        taps = session.operator.graph.taps
+        n = len(taps)
+        found = {name: torch.full((n, n), math.nan, dtype=torch.float64) for name in METRICS}
+        for v, w in only or list(itertools.combinations_with_replacement(range(n), 2)):
+            norm = _mean_square(lambda z: pair.hessian(v, w, z), taps[w], PROBES)  # noqa: B023
+            values = math.sqrt(norm), norm / _power_iteration(pair, v, w, taps[w]) ** 2, _gap(pair, v, w, taps[w])
+            for name, value in zip(("resonance", "stable_rank", "gn_gap"), values):
+                found[name][v, w] = found[name][w, v] = value
+    own = found["resonance"].diagonal()
+    found["coupling"] = found["resonance"] / (own.unsqueeze(0) * own.unsqueeze(1)).sqrt()
+    return Protocol(**found, hvps=pair.products, seconds=time.perf_counter() - start)
+
+
+def _rademacher(like: Tensor) -> Tensor:
+    return torch.randint(2, like.shape).to(like) * 2 - 1
+
+
+def _mean_square(image: Callable[[Tensor], Tensor], like: Tensor, probes: int) -> float:
+    return sum(image(_rademacher(like)).double().square().sum().item() for _ in range(probes)) / probes
+
+
+def _power_iteration(pair: _Pair, v: int, w: int, like: Tensor) -> float:
+    z = torch.randn_like(like)
+    for _ in range(POWER_STEPS):
+        z = pair.hessian(w, v, pair.hessian(v, w, z / z.norm()))
+    return pair.hessian(v, w, z / z.norm()).norm().item()
+
+
+def _gap(pair: _Pair, v: int, w: int, like: Tensor) -> float:
+    remainder = gauss_newton = 0.0
+    for _ in range(GAP_PROBES):
+        z = _rademacher(like)
+        known = pair.gauss_newton(v, w, z)
+        remainder += (pair.hessian(v, w, z) - known).double().square().sum().item()
+        gauss_newton += known.double().square().sum().item()
+    return math.sqrt(remainder / gauss_newton) if gauss_newton else math.nan

@@ -1,0 +1,102 @@
+"""`autograd.grad` as the products need it: graphs are kept, missing paths are zeros, errors say what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvmon.errors import DoubleBackwardError, LossError
+
+
+def product(
+    functions: Sequence[Tensor | None], variables: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """Σ_i <cotangent_i, function_i> differentiated by every variable; zeros where the graph has no path."""
+    pairs = [(f, c) for f, c in zip(functions, cotangents) if f is not None and f.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(variable) for variable in variables]
+    results = differentiate([f for f, _ in pairs], variables, [c for _, c in pairs])
+    return [torch.zeros_like(v) if r is None else r.detach() for r, v in zip(results, variables)]
+
+
+def differentiate(
+    functions: Sequence[Tensor],
+    variables: Sequence[Tensor],
+    cotangents: Sequence[Tensor] | None = None,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """`autograd.grad` that keeps the graph; None where the graph has no path: there the derivative is zero."""
+    if not variables or not any(f.requires_grad for f in functions):
+        return [None] * len(variables)
+    try:
+        return list(
+            torch.autograd.grad(
+                functions, variables, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
+        )
+    except RuntimeError as error:
+        raise _explained(error) from error
+
+
+def _explained(error: RuntimeError) -> Exception:
+    """Name the operation that has no second derivative, and a way out; other errors stay as they are."""
+    text = str(error)
+    if "backward through the graph a second time" in text:
+        return LossError("the graph of the loss is gone: loss(model, batch) must not call backward() itself")
+    if match := re.search(r"derivative for '?(?:aten::)?(\w+?)(_backward)?'? is not implemented", text):
+        operation = match.group(1).strip("_")
+        known = (remedy for name, remedy in _REMEDIES.items() if operation.startswith(name))
+        remedy = next(known, "replace it by operations that have a double backward")
+    elif "double backward" in text or "backward twice" in text or "twice differentiable" in text:
+        operation, remedy = "an operation", text.splitlines()[0]
+    else:
+        return error
+    return _no_double_backward(operation, remedy)
+
+
+def _no_double_backward(operation: str, remedy: str) -> DoubleBackwardError:
+    return DoubleBackwardError(
+        f"{operation} between the nodes and the loss cannot be differentiated twice: {remedy}, or choose nodes "
+        f"that lie behind it (only what is between the nodes and the loss is differentiated)"
+    )
+
+
+_REMEDIES = {
+    "ctc_loss": "curvature is not available for CTC; pass another `loss=` for the measurement",
+    "embedding_bag": "use nn.Embedding followed by a sum or mean",
+}
+
+
+def custom_functions(tensors: Sequence[Tensor]) -> list[str]:
+    """Names of the custom autograd functions behind a loss and its gradients; an error if one cannot go on.
+
+    Under `once_differentiable` a gradient ends in an Error node that leads to no variable. `autograd.grad` never gets
+    there and would call the derivative zero.
+    """
+    names, ends = set(), False
+    for function in _reachable(tensors):
+        ends |= function.name() == "torch::autograd::Error"
+        if isinstance(function, torch.autograd.function.BackwardCFunction):
+            names.add(type(function).__name__.removesuffix("Backward"))
+    if ends:
+        raise _no_double_backward(
+            ", ".join(sorted(names)) or "a custom autograd function",
+            "write its backward with differentiable operations and drop @once_differentiable",
+        )
+    return sorted(names)
+
+
+def _reachable(tensors: Sequence[Tensor]) -> list[Any]:
+    """All nodes of the graph behind some tensors."""
+    queue: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(queue)
+    while queue:
+        for following, _ in queue.pop().next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                queue.append(following)
+    return list(seen)

@@ -1,0 +1,234 @@
+"""GN for all pairs from a few backward passes: factors, Gram matrices, and what they know.
+
+Derivatives by taps with a row per sample give, for a cotangent with one column of A_b in every sample b, one column of
+F_v = J_v^T A for every node and sample at once (S_b = A_b A_b^T, see `losses`). Then, for all pairs,
+
+    GN[v, w] = F_v D F_w^T        ‖GN[v, w]‖_F² = Σ_ij D_i D_j G_v[i, j] G_w[i, j],   G_v = F_v^T F_v
+
+with D the signs, all 1 for a convex loss. This holds where samples do not interact. With random combinations of columns
+(a sketch) GN is unbiased but its square is not; the sum without the terms in which a random vector meets itself is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from curvmon.curvature.autograd import product
+from curvmon.curvature.operators import Columns, GraphOperator, Products, precise
+from curvmon.curvature.taps import TappedGraph
+
+MOST_BYTES = 2**30
+"""Factors of all nodes together take no more than this; if they do not fit, nodes are taken in turns, and not kept."""
+CHUNK = 2**14
+"""rows of a factor that enter a Gram matrix at a time"""
+
+Cotangents = Callable[[], Iterable[list[Tensor]]]
+
+
+class Factors:
+    """F_v for every node, as `units` = columns x samples rows of d_v entries, and its Gram matrix.
+
+    `rows` is None where they would not fit into memory: then only norms of whole blocks are known.
+    """
+
+    def __init__(self, rows: list[Tensor] | None, grams: list[Tensor], signs: Tensor | None, columns: int) -> None:
+        self.rows = rows
+        self._grams = grams
+        self._columns = columns
+        self.is_exact = signs is not None
+        units = len(grams[0])
+        if signs is not None:
+            self._signs = signs.reshape(-1).double().cpu()
+            self._weights = self._signs.outer(self._signs)
+        else:
+            self._signs = torch.ones(units, dtype=torch.float64)
+            sample = torch.arange(units) % (units // columns)
+            same = sample.unsqueeze(0) == sample.unsqueeze(1)
+            self._weights = torch.where(same, columns / (columns - 1), 1.0).double().fill_diagonal_(0)
+        self._outside: dict[int, tuple[int, Tensor]] = {}
+        self._roots: dict[int, Tensor] = {}
+
+    def norm_squared(self, v: int, w: int) -> float:
+        """‖GN[v, w]‖_F²; from a sketch it may come out negative where it is zero."""
+        return (self._weights * self._grams[v] * self._grams[w]).sum().item()
+
+    def rest(self, v: int, w: int, bases: Sequence[Tensor]) -> float:
+        """‖P_v GN[v, w] P_w‖_F² with P_v = I - Q_v Q_v^T, Q_v = bases[v]."""
+        return self._influence(v, w, bases).sum().item()
+
+    def _influence(self, v: int, w: int, bases: Sequence[Tensor]) -> Tensor:
+        return (self._weights * self._gram_outside(v, bases[v]) * self._gram_outside(w, bases[w])).sum(1)
+
+    def _gram_outside(self, v: int, basis: Tensor) -> Tensor:
+        """Gram matrix of P_v F_v."""
+        if basis.shape[1] == 0:
+            return self._grams[v]
+        assert self.rows is not None
+        cached = self._outside.get(v)
+        if cached is None or cached[0] != basis.shape[1]:
+            inside = precise(self.rows[v] @ basis).cpu()
+            cached = self._outside[v] = basis.shape[1], self._grams[v] - inside @ inside.T
+        return cached[1]
+
+    def standard_error(self, terms: Iterable[tuple[float, int, int]], bases: Sequence[Tensor]) -> float:
+        """Of Σ slope · rest(v, w), for a sketch: how the contribution of a sample varies between its random vectors.
+
+        The variance of such a sum is that of its linear part (Hoeffding), which is independent between the vectors,
+        4 Σ_b r Var_r(h_br). Estimated from the sum itself it errs on the high side (Efron and Stein).
+        """
+        if self.is_exact:
+            return 0.0
+        linear = sum(slope * self._influence(v, w, bases) for slope, v, w in terms)
+        if not isinstance(linear, Tensor):
+            return 0.0
+        spread = linear.reshape(self._columns, -1).var(dim=0, unbiased=True).sum().item()
+        return 2 * math.sqrt(self._columns * spread)
+
+    def relative_error(self) -> float:
+        """Largest standard error of any ‖GN[v, w]‖_F, relative to it."""
+        if self.is_exact:
+            return 0.0
+        nodes = range(len(self._grams))
+        whole = [gram.new_zeros((0, 0)) for gram in self._grams]
+        errors = [
+            self.standard_error([(0.5 / max(self.norm_squared(v, w), 0), v, w)], whole)
+            for v in nodes
+            for w in nodes[v:]
+            if self.norm_squared(v, w) > 0
+        ]
+        return max(errors, default=0.0)
+
+    def form(self, one: Tensor, other: Tensor) -> float:
+        """z_v^T GN[v, w] z_w for F_v^T z_v and F_w^T z_w."""
+        return (one * self._signs * other).sum().item()
+
+    def product(self, w: int, z: Tensor) -> Columns:
+        """GN[:, w] z for the columns of z, from an exact factor."""
+        assert self.rows is not None
+        coefficients = (self.rows[w] @ z.to(self.rows[w].dtype)) * self._signs.to(z).unsqueeze(1)
+        return [rows.T @ coefficients.to(rows) for rows in self.rows]
+
+    def spectral_norm(self, v: int, w: int) -> float:
+        """‖GN[v, w]‖_2, from an exact factor: that of L_v^T D L_w, with G_v = L_v L_v^T."""
+        return leading_pair(self._core(v, w))[1]
+
+    def leading(self, v: int, w: int) -> Tensor:
+        """The leading left singular vector of GN[v, w], as a column; that of an estimate of GN if this is a sketch."""
+        assert self.rows is not None
+        u, _ = leading_pair(self._core(v, w))
+        root = self._root(v)
+        weights = root / root.square().sum(0).clamp_min(torch.finfo(root.dtype).tiny)
+        return self.rows[v].T @ (weights @ u).to(self.rows[v]).unsqueeze(1)
+
+    def _core(self, v: int, w: int) -> Tensor:
+        return self._root(v).T @ (self._signs.unsqueeze(1) * self._root(w))
+
+    def _root(self, v: int) -> Tensor:
+        """L_v: eigenvectors of the Gram matrix times the roots of their eigenvalues, largest first, without noise."""
+        if v not in self._roots:
+            values, vectors = torch.linalg.eigh(self._grams[v])
+            kept = values > 1e-7 * values[-1]
+            self._roots[v] = (vectors * values.clamp_min(0).sqrt())[:, kept].flip(1)
+        return self._roots[v]
+
+
+def build(
+    graph: TappedGraph,
+    cotangents: Cotangents,
+    columns: int,
+    signs: Tensor | None,
+    batch_dim: int,
+    probes: Sequence[Tensor],
+) -> tuple[Factors, list[Tensor]]:
+    """Factors of all nodes by `columns` backward passes, and F_v^T z_v for a probe z_v at every node.
+
+    Where all factors do not fit into `MOST_BYTES`, nodes are taken in turns, the last ones first: a turn differentiates
+    no further back than it must.
+    """
+    nodes = range(len(graph.taps))
+    turns = _turns([tap.numel() * columns * tap.element_size() for tap in graph.sample_taps])
+    kept: dict[int, Tensor] = {}
+    grams: dict[int, Tensor] = {}
+    coefficients: dict[int, Tensor] = {}
+    for turn in turns:
+        for v, rows in _rows(graph, turn, cotangents(), columns, batch_dim).items():
+            grams[v] = _gram(rows)
+            coefficients[v] = precise(rows @ probes[v].to(rows).reshape(-1)).cpu()
+            if len(turns) == 1:
+                kept[v] = rows
+    factors = Factors([kept[v] for v in nodes] if kept else None, [grams[v] for v in nodes], signs, columns)
+    return factors, [coefficients[v] for v in nodes]
+
+
+def _turns(sizes: list[int]) -> list[list[int]]:
+    turns: list[list[int]] = [[]]
+    room = MOST_BYTES
+    for v in reversed(range(len(sizes))):
+        if turns[-1] and sizes[v] > room:
+            turns.append([])
+            room = MOST_BYTES
+        turns[-1].insert(0, v)
+        room -= sizes[v]
+    return turns
+
+
+def _rows(
+    graph: TappedGraph, nodes: list[int], cotangents: Iterable[list[Tensor]], columns: int, batch_dim: int
+) -> dict[int, Tensor]:
+    """Units x d_v for the given nodes; unit k B + b is column k of sample b."""
+    taps = [graph.sample_taps[v] for v in nodes]
+    rows: dict[int, Tensor] = {}
+    for k, cotangent in enumerate(cotangents):
+        for v, gradient in zip(nodes, product(graph.outputs, taps, cotangent)):
+            flat = gradient.movedim(batch_dim, 0).flatten(1)
+            if v not in rows:
+                rows[v] = flat.new_empty((columns, *flat.shape))
+            rows[v][k] = flat
+    return {v: stacked.flatten(0, 1) for v, stacked in rows.items()}
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """In chunks: sums of many terms in double precision."""
+    total = precise(rows.new_zeros((len(rows), len(rows))))
+    for chunk in torch.split(rows, CHUNK, dim=1):
+        total += chunk @ chunk.T
+    return total.cpu().double()
+
+
+def leading_pair(matrix: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, float]:
+    """Left singular vector and value, the largest, by subspace iteration: the first columns should be the strongest.
+
+    A residual of 1e-4 leaves an error of its square; where it is not reached soon, a full decomposition takes over.
+    """
+    if matrix.numel() == 0 or not matrix.any():
+        return matrix.new_zeros(matrix.shape[0]), 0.0
+    block = torch.eye(matrix.shape[1], 12, dtype=matrix.dtype)
+    for _ in range(12 if min(matrix.shape) > 64 else 0):
+        block = torch.linalg.qr(matrix.T @ (matrix @ block)).Q
+        image = matrix @ block
+        values, vectors = torch.linalg.eigh(image.T @ image)
+        top, left = values[-1], image @ vectors[:, -1]
+        residual = matrix.T @ left - top * (block @ vectors[:, -1])
+        if torch.linalg.vector_norm(residual) <= tolerance * top:
+            return left / top.sqrt(), float(top.sqrt())
+    u, s, _ = torch.linalg.svd(matrix, full_matrices=False)
+    return u[:, 0], float(s[0])
+
+
+class FactoredOperator:
+    """The `BlockOperator` of a network whose GN has an exact factor: a column costs one product, that with T."""
+
+    has_gauss_newton = True
+    price = 1
+
+    def __init__(self, operator: GraphOperator, factors: Factors) -> None:
+        self._operator = operator
+        self._factors = factors
+        self.templates: Sequence[Tensor] = operator.templates
+
+    def columns(self, w: int, z: Tensor) -> Products:
+        return self._operator.remainders(w, z)._replace(gauss_newton=self._factors.product(w, z))
