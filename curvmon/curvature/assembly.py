@@ -63,11 +63,10 @@ class Assembler:
             for v, w in self._blocks
             if matrices.get("stderr/stable_rank", v, w) > 2 * rtol * matrices.get("stable_rank", v, w)
         ]
-        return (
-            [f"stable_rank is not settled for {', '.join(unsettled)}; a larger max_hvps would help"]
-            if unsettled
-            else []
-        )
+        if not unsettled:
+            return []
+        where = ", ".join(unsettled) if len(unsettled) <= 6 else f"{len(unsettled)} of {len(self._pairs)} pairs"
+        return [f"stable_rank is not settled for {where} (a flat spectrum); a larger max_hvps would help"]
 
     def _asymmetry_notes(self) -> list[str]:
         """Far more than rounding: some backward pass between the nodes and the loss is wrong to second order."""

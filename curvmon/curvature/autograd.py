@@ -13,14 +13,21 @@ from curvmon.errors import DoubleBackwardError, LossError
 
 
 def product(
-    functions: Sequence[Tensor | None], variables: Sequence[Tensor], cotangents: Sequence[Tensor]
+    functions: Sequence[Tensor | None],
+    variables: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    batched: bool = False,
 ) -> list[Tensor]:
-    """Σ_i <cotangent_i, function_i> differentiated by every variable; zeros where the graph has no path."""
+    """Σ_i <cotangent_i, function_i> differentiated by every variable; zeros where the graph has no path.
+
+    `batched`: cotangents and results have one more dimension in front, and are products of their own along it.
+    """
     pairs = [(f, c) for f, c in zip(functions, cotangents) if f is not None and f.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(variable) for variable in variables]
-    results = differentiate([f for f, _ in pairs], variables, [c for _, c in pairs])
-    return [torch.zeros_like(v) if r is None else r.detach() for r, v in zip(results, variables)]
+    results: Sequence[Tensor | None] = [None] * len(variables)
+    if pairs:
+        results = differentiate([f for f, _ in pairs], variables, [c for _, c in pairs], batched=batched)
+    many = cotangents[0].shape[:1] if batched else ()
+    return [v.new_zeros((*many, *v.shape)) if r is None else r.detach() for r, v in zip(results, variables)]
 
 
 def differentiate(
@@ -28,6 +35,7 @@ def differentiate(
     variables: Sequence[Tensor],
     cotangents: Sequence[Tensor] | None = None,
     create_graph: bool = False,
+    batched: bool = False,
 ) -> list[Tensor | None]:
     """`autograd.grad` that keeps the graph; None where the graph has no path: there the derivative is zero."""
     if not variables or not any(f.requires_grad for f in functions):
@@ -35,7 +43,13 @@ def differentiate(
     try:
         return list(
             torch.autograd.grad(
-                functions, variables, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True
+                functions,
+                variables,
+                cotangents,
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+                is_grads_batched=batched,
             )
         )
     except RuntimeError as error:
@@ -88,6 +102,11 @@ def custom_functions(tensors: Sequence[Tensor]) -> list[str]:
             "write its backward with differentiable operations and drop @once_differentiable",
         )
     return sorted(names)
+
+
+def has_convolutions(tensors: Sequence[Tensor]) -> bool:
+    """Somewhere in the graph behind some tensors."""
+    return any("Convolution" in function.name() for function in _reachable(tensors))
 
 
 def _reachable(tensors: Sequence[Tensor]) -> list[Any]:

@@ -1,9 +1,8 @@
 """R, C, D and GN-Gap of all pairs, with standard errors, from products alone.
 
 What factors and certificate know costs nothing more. For the other pairs there are three phases, all of them counted:
-first directions at every node, the leading ones of GN where its factors are known and random ones; what arrives from
-them at each node extends its shared basis, which is refined until the spectral norms have settled; random probes
-estimate the rest until every error is below `rtol`.
+a few steps of Lanczos' method at every node begin its shared basis; the bases are refined until the spectral norms of
+all pairs have settled; random probes estimate the rest until every error is below `rtol`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from curvmon.curvature.assembly import Assembler
 from curvmon.curvature.gauss_newton import NOTHING, Knowledge
 from curvmon.curvature.metrics import Matrices
-from curvmon.curvature.operators import BlockOperator, Products, precise
+from curvmon.curvature.operators import BlockOperator, precise
 from curvmon.curvature.probes import RestSamples, gaussian
 from curvmon.curvature.subspace import SharedBasis
 from curvmon.errors import InputError
@@ -27,7 +26,7 @@ from curvmon.errors import InputError
 SMALL_NODE = 12
 FEWEST_PROBES, FIRST_PROBES = 3, 5
 
-FIRST_DIRECTIONS = ARRIVING_DIRECTIONS = 2
+LANCZOS_STEPS = 6
 BASIS_SIZE = 8
 """directions per node without `max_hvps`, at the default tolerance; more for a smaller one"""
 PRODUCTS_PER_NODE = 400
@@ -87,49 +86,29 @@ class PairEstimator:
         return [(v, w) for v in self._nodes for w in self._nodes if v <= w]
 
     def _build_basis(self) -> None:
-        """First directions at every node; then the leading ones of what arrives from them."""
-        first = max(1, min(FIRST_DIRECTIONS, self._columns // 4))
-        arriving = max(1, min(ARRIVING_DIRECTIONS, self._columns // 4))
+        """At every node a few steps of Lanczos' method for its own block, whose leading directions matter for all."""
+        steps = max(1, min(LANCZOS_STEPS, self._columns // 3))
         # a node of which fewer entries than probes would be left is measured completely
         enough = min(max(SMALL_NODE, BASIS_SIZE + FEWEST_PROBES), self._columns)
-        small = {v for v in self._nodes if self._operator.templates[v].numel() <= enough}
         for v in self._nodes:
-            self._spent += (
-                self._basis.complete(v) if v in small else self._basis.extend(v, self._first(v, first), first)
-            )
-        images = {w: self._basis.images(w) for w in self._nodes}
-        for v in self._nodes:
-            if v not in small:
-                self._spent += self._extended(
-                    v, torch.cat([self._arrived(v, x) for x in images.values()], dim=1), arriving
-                )
+            if self._operator.templates[v].numel() <= enough:
+                self._spent += self._basis.complete(v)
+                continue
+            direction = self._first(v)
+            for _ in range(steps):
+                self._spent += self._basis.extend(v, direction / torch.linalg.vector_norm(direction), 1)
+                direction = self._basis.images(v).hessian(v)[:, -1:]
+                if not direction.any():
+                    break
 
-    def _first(self, v: int, count: int) -> Tensor:
-        """Leading directions of GN where they are known, and random ones: one at least, T may be elsewhere."""
-        random = gaussian(self._operator.templates[v], count, self._generator)
-        random = random / torch.linalg.vector_norm(random, dim=0)
+    def _first(self, v: int) -> Tensor:
+        """Where GN is known, its leading direction and a random one in equal parts: T may be elsewhere."""
+        random = gaussian(self._operator.templates[v], 1, self._generator)
         factors = self._known.factors
-        if factors is None or factors.rows is None or count == 1:
-            return torch.cat([random], dim=1)
-        leading = torch.cat([factors.leading(v, w) for w in self._nodes], dim=1)
-        strongest = torch.linalg.svd(leading, full_matrices=False).U[:, : count - 1]
-        return torch.cat([strongest, random[:, : count - strongest.shape[1]]], dim=1)
-
-    def _arrived(self, v: int, images: Products) -> Tensor:
-        """Every pair counts the same; T, where it is small, less."""
-        hessian = images.hessian(v)
-        scale = torch.linalg.vector_norm(hessian, dim=0).clamp_min(torch.finfo(hessian.dtype).tiny)
-        arrived = [hessian / scale]
-        if images.gauss_newton is not None:
-            remainder = precise(images.remainder[v])
-            arrived.append(remainder / torch.linalg.vector_norm(remainder, dim=0).maximum(scale))
-        return torch.cat(arrived, dim=1)
-
-    def _extended(self, v: int, candidates: Tensor, most: int) -> int:
-        """Extend the basis; a node on which nothing arrives gets one random direction, so that zero is seen as zero."""
-        if not candidates.any():
-            candidates = gaussian(self._operator.templates[v], 1, self._generator)
-        return self._basis.extend(v, candidates, most)
+        if factors is None or factors.rows is None:
+            return random
+        both = torch.cat([precise(random) / torch.linalg.vector_norm(random), precise(factors.leading(v, v))], dim=1)
+        return both.sum(dim=1, keepdim=True)
 
     def _refine_basis(self) -> None:
         """Until all spectral norms have settled, one direction more per node and round: a Krylov method.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,25 @@ MOST_BYTES = 2**30
 CHUNK = 2**14
 """rows of a factor that enter a Gram matrix at a time"""
 
-Cotangents = Callable[[], Iterable[list[Tensor]]]
+
+class Cotangents(NamedTuple):
+    """Where the columns of A come from: `column(k)` is one of every sample, shaped as the outputs.
+
+    Without `signs` the columns are random, and their mean is what counts.
+    """
+
+    columns: int
+    signs: Tensor | None
+    """columns x samples"""
+    text: str
+    column: Callable[[int], list[Tensor]]
+
+    @property
+    def note(self) -> str:
+        return self.text.format(columns=self.columns)
+
+    def with_columns(self, columns: int) -> Cotangents:
+        return self._replace(columns=columns)
 
 
 class Factors:
@@ -137,30 +156,27 @@ class Factors:
 
 
 def build(
-    graph: TappedGraph,
-    cotangents: Cotangents,
-    columns: int,
-    signs: Tensor | None,
-    batch_dim: int,
-    probes: Sequence[Tensor],
+    graph: TappedGraph, source: Cotangents, batch_dim: int, probes: Sequence[Tensor]
 ) -> tuple[Factors, list[Tensor]]:
-    """Factors of all nodes by `columns` backward passes, and F_v^T z_v for a probe z_v at every node.
+    """Factors of all nodes by one backward pass per column, and F_v^T z_v for a probe z_v at every node.
 
     Where all factors do not fit into `MOST_BYTES`, nodes are taken in turns, the last ones first: a turn differentiates
     no further back than it must.
     """
     nodes = range(len(graph.taps))
-    turns = _turns([tap.numel() * columns * tap.element_size() for tap in graph.sample_taps])
+    turns = _turns([tap.numel() * source.columns * tap.element_size() for tap in graph.sample_taps])
     kept: dict[int, Tensor] = {}
     grams: dict[int, Tensor] = {}
     coefficients: dict[int, Tensor] = {}
     for turn in turns:
-        for v, rows in _rows(graph, turn, cotangents(), columns, batch_dim).items():
+        for v, rows in _rows(graph, turn, source, batch_dim).items():
             grams[v] = _gram(rows)
             coefficients[v] = precise(rows @ probes[v].to(rows).reshape(-1)).cpu()
             if len(turns) == 1:
                 kept[v] = rows
-    factors = Factors([kept[v] for v in nodes] if kept else None, [grams[v] for v in nodes], signs, columns)
+    factors = Factors(
+        [kept[v] for v in nodes] if kept else None, [grams[v] for v in nodes], source.signs, source.columns
+    )
     return factors, [coefficients[v] for v in nodes]
 
 
@@ -176,18 +192,17 @@ def _turns(sizes: list[int]) -> list[list[int]]:
     return turns
 
 
-def _rows(
-    graph: TappedGraph, nodes: list[int], cotangents: Iterable[list[Tensor]], columns: int, batch_dim: int
-) -> dict[int, Tensor]:
+def _rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch_dim: int) -> dict[int, Tensor]:
     """Units x d_v for the given nodes; unit k B + b is column k of sample b."""
     taps = [graph.sample_taps[v] for v in nodes]
     rows: dict[int, Tensor] = {}
-    for k, cotangent in enumerate(cotangents):
-        for v, gradient in zip(nodes, product(graph.outputs, taps, cotangent)):
+    scale = 1.0 if source.signs is not None else source.columns**-0.5
+    for k in range(source.columns):
+        for v, gradient in zip(nodes, product(graph.outputs, taps, source.column(k))):
             flat = gradient.movedim(batch_dim, 0).flatten(1)
             if v not in rows:
-                rows[v] = flat.new_empty((columns, *flat.shape))
-            rows[v][k] = flat
+                rows[v] = flat.new_empty((source.columns, *flat.shape))
+            torch.mul(flat, scale, out=rows[v][k])
     return {v: stacked.flatten(0, 1) for v, stacked in rows.items()}
 
 

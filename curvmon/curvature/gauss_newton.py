@@ -8,15 +8,14 @@ zero: there H = GN, and a piecewise-linear network is known completely.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvmon.curvature.autograd import product
-from curvmon.curvature.factors import FactoredOperator, Factors, build
-from curvmon.curvature.losses import Layout, Sketch, dense_factor, sketch
+from curvmon.curvature.factors import Cotangents, FactoredOperator, Factors, build
+from curvmon.curvature.losses import Layout, dense_factor, sketch
 from curvmon.curvature.operators import BlockOperator, Columns, GraphOperator, precise
 from curvmon.curvature.probes import gaussian
 
@@ -51,80 +50,61 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
     if not operator.splits or counts or not layout.fits:
         return NOTHING
     probes = [gaussian(template, 1, generator) for template in operator.templates]
-    if layout.width <= MOST_COLUMNS:
-        found = _exact(operator, layout, probes, batch_dim)
-    else:
-        found = _sketched(operator, layout, probes, batch_dim, rtol, generator)
-    if found is None:
-        return NOTHING
-    factors, coefficients, note = found
+    source = _exact(operator, layout) if layout.width <= MOST_COLUMNS else _sketched(operator, layout, generator)
+    if source is None or not (source.signs is not None or _samples_are_independent(operator, layout, source)):
+        return Knowledge(
+            None, frozenset(), 0, ["Gauss-Newton by products: the loss has no factor, or samples interact"]
+        )
+    factors, coefficients = build(graph, source, batch_dim, probes)
     # every node with the same weight, whatever its scale
     scales = [1 / (torch.linalg.vector_norm(c).item() or 1.0) for c in coefficients]
     remainder, gauss_newton = operator.joint({v: scale * z for v, (z, scale) in enumerate(zip(probes, scales))})
     assert gauss_newton is not None
     if factors.is_exact:
-        total = sum(scale * c for scale, c in zip(scales, coefficients))
-        assert isinstance(total, Tensor)
-        for v, (z, image) in enumerate(zip(probes, gauss_newton)):
+        total = torch.stack([scale * c for scale, c in zip(scales, coefficients)]).sum(0)
+        for z, image, c in zip(probes, gauss_newton, coefficients):
             true = (precise(z.reshape(-1)) @ precise(image.reshape(-1))).item()
-            if abs(factors.form(coefficients[v], total) - true) > AGREEMENT / scales[v]:
-                return Knowledge(None, frozenset(), 2, ["samples interact: Gauss-Newton by products, without factors"])
-    return Knowledge(factors, _flat(remainder, gauss_newton), 2, [note])
+            if abs(factors.form(c, total) - true) > AGREEMENT * torch.linalg.vector_norm(c).item():
+                return Knowledge(None, frozenset(), 2, ["Gauss-Newton by products: samples interact"])
+    flat = _flat(remainder, gauss_newton)
+    if not factors.is_exact and len(flat) == len(graph.nodes):
+        # H = GN everywhere: its error is the error of everything
+        wanted = min(MOST_SKETCHES, math.ceil(source.columns * (factors.relative_error() / (rtol / 2)) ** 2))
+        if wanted > source.columns:
+            source = source.with_columns(wanted)
+            factors, _ = build(graph, source, batch_dim, probes)
+    return Knowledge(factors, flat, 2, [source.note])
 
 
-def _exact(
-    operator: GraphOperator, layout: Layout, probes: list[Tensor], batch_dim: int
-) -> tuple[Factors, list[Tensor], str] | None:
+def _exact(operator: GraphOperator, layout: Layout) -> Cotangents | None:
     factor = dense_factor(layout, operator.curved, operator.graph.outputs[0].detach())
     if factor is None:
         return None
     columns = len(factor.columns)
-
-    def cotangents() -> Iterator[list[Tensor]]:
-        return (layout.tensors(column) for column in factor.columns)
-
-    factors, coefficients = build(operator.graph, cotangents, columns, factor.signs.T, batch_dim, probes)
-    return factors, coefficients, f"Gauss-Newton exactly, from {columns} backward passes"
+    note = f"Gauss-Newton exactly, from {columns} backward passes"
+    return Cotangents(columns, factor.signs.T, note, lambda k: layout.tensors(factor.columns[k]))
 
 
-def _sketched(
-    operator: GraphOperator,
-    layout: Layout,
-    probes: list[Tensor],
-    batch_dim: int,
-    rtol: float,
-    generator: torch.Generator,
-) -> tuple[Factors, list[Tensor], str] | None:
-    graph = operator.graph
-    found = sketch(graph.outputs, operator.curved)
-    if found is None or not _samples_are_independent(operator, found, layout, batch_dim):
+def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generator) -> Cotangents | None:
+    found = sketch(operator.graph.outputs, operator.curved)
+    if found is None:
         return None
+    note = f"Gauss-Newton from {{columns}} random backward passes ({found.form})"
     seed = int(torch.randint(2**62, (), generator=generator))
 
-    def drawn(columns: int) -> tuple[Factors, list[Tensor]]:
-        def cotangents() -> Iterator[list[Tensor]]:
-            own = torch.Generator("cpu").manual_seed(seed)
-            return ([x / math.sqrt(columns) for x in found.draw(own)] for _ in range(columns))
+    def draw(k: int) -> list[Tensor]:
+        return found.draw(torch.Generator("cpu").manual_seed(seed + k))
 
-        return build(graph, cotangents, columns, None, batch_dim, probes)
-
-    columns = FIRST_SKETCHES
-    factors, coefficients = drawn(columns)
-    error = factors.relative_error()
-    wanted = min(MOST_SKETCHES, math.ceil(columns * (error / (rtol / 2)) ** 2))
-    if wanted > columns:
-        columns = wanted
-        factors, coefficients = drawn(columns)
-    return factors, coefficients, f"Gauss-Newton from {columns} random backward passes ({found.form})"
+    return Cotangents(FIRST_SKETCHES, None, note, draw)
 
 
-def _samples_are_independent(operator: GraphOperator, found: Sketch, layout: Layout, batch_dim: int) -> bool:
+def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Cotangents) -> bool:
     """A cotangent in every other sample must leave nothing at the others."""
-    rows = layout.rows(found.draw(torch.Generator("cpu").manual_seed(0)))
+    rows = layout.rows(source.column(0))
     rows[::2] = 0
     graph = operator.graph
     for gradient in product(graph.outputs, graph.sample_taps, layout.tensors(rows)):
-        by_sample = gradient.movedim(batch_dim, 0)
+        by_sample = gradient.movedim(layout.batch_dim, 0)
         leaked, whole = (torch.linalg.vector_norm(x).item() for x in (by_sample[::2], by_sample))
         if leaked > AGREEMENT * whole:
             return False

@@ -29,7 +29,7 @@ class Layout:
     def __init__(self, outputs: Sequence[Tensor], samples: int, batch_dim: int) -> None:
         self.samples = samples
         self._outputs = outputs
-        self._batch_dim = batch_dim
+        self.batch_dim = batch_dim
         self.fits = bool(outputs) and all(self._split(output) is not None for output in outputs)
         self.width = sum(output.numel() for output in outputs) // samples
         """outputs per sample"""
@@ -59,7 +59,7 @@ class Layout:
 
     def _split(self, tensor: Tensor) -> tuple[list[int], int] | None:
         """A shape with an axis that counts samples: tokens may be folded into the first one (B T x V, or T B x V)."""
-        shape, samples, dim = list(tensor.shape), self.samples, self._batch_dim
+        shape, samples, dim = list(tensor.shape), self.samples, self.batch_dim
         if -len(shape) <= dim < len(shape) and shape[dim] == samples:
             return shape, dim % len(shape)
         if shape and shape[0] and shape[0] % samples == 0:

@@ -11,18 +11,21 @@ bends, it is exactly zero. Nothing is stored that is larger than the nodes thems
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from curvmon.curvature.autograd import custom_functions, differentiate, product
+from curvmon.curvature.autograd import custom_functions, differentiate, has_convolutions, product
 from curvmon.curvature.taps import TappedGraph
 from curvmon.errors import LossError, NonFiniteError
 
 NEGLECTED = 0.05
 """GN is reported as long as no more than this share of the gradient bypasses the outputs."""
+LARGEST_BATCH, BATCHED_ENTRIES = 32, 2**16
+"""Products are batched by vmap while a node has no more entries than this for the whole batch (docs/speed.md)."""
 Columns = list[Tensor]
 """A product for every row v."""
 
@@ -94,6 +97,8 @@ class GraphOperator:
         else:
             self._slopes = differentiate([graph.loss], graph.taps, create_graph=True)
         self.price = 2 if self.has_gauss_newton else 1
+        small = max(tapped.numel() for tapped in graph.tapped) <= BATCHED_ENTRIES
+        self._batches = small and not has_convolutions([graph.loss])
         known = (*self._slopes, *self._output_gradients)
         self.custom_functions = custom_functions([graph.loss, *(g for g in known if g is not None)])
 
@@ -117,47 +122,54 @@ class GraphOperator:
         return float((difference / whole) ** 0.5) if whole else 0.0
 
     def columns(self, w: int, z: Tensor) -> Products:
-        return self._stacked([self.joint({w: vector}) for vector in z.unbind(1)])
+        return self._in_batches(z, lambda vectors, batched: self.joint({w: vectors}, batched))
 
     def remainders(self, w: int, z: Tensor) -> Products:
         """`columns` without GN: only where `splits`."""
-        return self._stacked([([*product(*self._slope({w: vector}, self.graph.taps))], None) for vector in z.unbind(1)])
+        taps = self.graph.taps
+        return self._in_batches(z, lambda vectors, batched: (self._slope({w: vectors}, taps, batched), None))
 
-    def joint(self, vectors: dict[int, Tensor]) -> tuple[Columns, Columns | None]:
-        """Σ_w T[:, w] z_w and Σ_w GN[:, w] z_w for vectors at several nodes at once."""
+    def joint(self, vectors: dict[int, Tensor], batched: bool = False) -> tuple[Columns, Columns | None]:
+        """Σ_w T[:, w] z_w and Σ_w GN[:, w] z_w for vectors at several nodes at once; rows of z_w if `batched`."""
         taps, outputs = self.graph.taps, self.cotangents if self.has_gauss_newton else []
         if self.splits:
-            images = product(*self._slope(vectors, [*taps, *outputs]))
-            remainder, tangents = images[: len(taps)], images[len(taps) :]
-            return remainder, self._pull_curved(tangents)
-        hessian = product(*self._slope(vectors, taps))
+            images = self._slope(vectors, [*taps, *outputs], batched)
+            return images[: len(taps)], self._pull_curved(images[len(taps) :], batched)
+        hessian = self._slope(vectors, taps, batched)
         if not self.has_gauss_newton:
             return hessian, None
-        shaped = [self._shaped(w, z) for w, z in vectors.items()]
-        gauss_newton = self._pull_curved(product([self._pullbacks[w] for w in vectors], outputs, shaped))
+        shaped = self._shaped(vectors, batched)
+        tangents = product([self._pullbacks[w] for w in vectors], outputs, shaped, batched)
+        gauss_newton = self._pull_curved(tangents, batched)
         return [h - g for h, g in zip(hessian, gauss_newton)], gauss_newton
 
-    def curved(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+    def curved(self, tangents: Sequence[Tensor], batched: bool = False) -> list[Tensor]:
         """S u: the loss's own curvature at the output."""
-        return product(self._output_gradients, self.graph.output_taps, tangents)
+        return product(self._output_gradients, self.graph.output_taps, tangents, batched)
 
-    def _pull_curved(self, tangents: Sequence[Tensor]) -> Columns:
-        return product(self.graph.outputs, self.graph.taps, self.curved(tangents))
+    def _pull_curved(self, tangents: Sequence[Tensor], batched: bool) -> Columns:
+        return product(self.graph.outputs, self.graph.taps, self.curved(tangents, batched), batched)
 
-    def _slope(
-        self, vectors: dict[int, Tensor], variables: list[Tensor]
-    ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor]]:
-        return [self._slopes[w] for w in vectors], variables, [self._shaped(w, z) for w, z in vectors.items()]
+    def _slope(self, vectors: dict[int, Tensor], variables: Sequence[Tensor], batched: bool) -> Columns:
+        return product([self._slopes[w] for w in vectors], variables, self._shaped(vectors, batched), batched)
 
-    def _shaped(self, w: int, z: Tensor) -> Tensor:
-        tap = self.graph.taps[w]
-        return z.to(tap.dtype).reshape(tap.shape)
+    def _shaped(self, vectors: dict[int, Tensor], batched: bool) -> list[Tensor]:
+        taps = self.graph.taps
+        many = (-1,) if batched else ()
+        return [z.to(taps[w].dtype).reshape(*many, *taps[w].shape) for w, z in vectors.items()]
 
-    def _stacked(self, images: list[tuple[Columns, Columns | None]]) -> Products:
-        remainder = _side_by_side([remainder for remainder, _ in images])
-        known = [gauss_newton for _, gauss_newton in images if gauss_newton is not None]
-        gauss_newton = _side_by_side(known) if known else None
-        return Products(remainder, gauss_newton, len(images) * (1 if gauss_newton is None else 2))
+    def _in_batches(self, z: Tensor, image: Callable[[Tensor, bool], tuple[Columns, Columns | None]]) -> Products:
+        """The images of the columns of z, several at a time where that is faster."""
+        if self._batches and z.shape[1] > 1:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # an operation that vmap would run in a slow loop of its own
+                    parts = [image(rows, True) for rows in torch.split(z.T, LARGEST_BATCH)]
+                return _stacked([[_flat(x) for x in columns] for columns in zip(*parts)], z.shape[1])
+            except (RuntimeError, UserWarning):
+                self._batches = False
+        images = [image(column, False) for column in z.unbind(1)]
+        return _stacked([[_one(x) for x in columns] for columns in zip(*images)], z.shape[1])
 
 
 def precise(x: Tensor) -> Tensor:
@@ -170,8 +182,23 @@ def norm_squared(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(precise(x)).item()) ** 2
 
 
+def _flat(batch: Columns | None) -> Columns | None:
+    """Rows of several products as columns."""
+    return None if batch is None else [image.flatten(1).T for image in batch]
+
+
+def _one(image: Columns | None) -> Columns | None:
+    return None if image is None else [x.reshape(-1, 1) for x in image]
+
+
+def _stacked(parts: list[list[Columns | None]], columns: int) -> Products:
+    """T and GN, in pieces that are to stand side by side."""
+    remainder, gauss_newton = (_side_by_side([piece for piece in pieces if piece is not None]) for pieces in parts)
+    return Products(remainder, gauss_newton or None, columns * (2 if gauss_newton else 1))
+
+
 def _side_by_side(images: list[Columns]) -> Columns:
-    stacked = [torch.stack([image.reshape(-1) for image in rows], dim=1) for rows in zip(*images)]
+    stacked = [torch.cat(rows, dim=1) for rows in zip(*images)]
     if not all(torch.isfinite(image).all() for image in stacked):
         raise NonFiniteError(
             "a Hessian-vector product is not finite although the loss is; "

@@ -163,9 +163,13 @@ class RestSamples:
                 size[at] += sum(abs(m.trace().item()) for m in added) / self.count(at)
         if not combined:
             return 0.0
-        variance = sum(self._variance(at, matrices, size[at]) for at, matrices in combined.items())
-        freedom = sum(self.count(at) - 1 for at in combined if self.room(at) > 0)
-        return math.sqrt(variance) * small_sample_factor(freedom) if variance else 0.0
+        variances = {at: self._variance(at, matrices, size[at]) for at, matrices in combined.items()}
+        overall: float = sum(variances.values())
+        if overall == 0 or math.isinf(overall):
+            return overall
+        # degrees of freedom of a sum of variances that are known from few probes each (Welch and Satterthwaite)
+        freedom = overall**2 / sum(s**2 / (self.count(at) - 1) for at, s in variances.items() if s)
+        return math.sqrt(overall) * small_sample_factor(int(freedom))
 
     def _variance(self, at: int, matrices: Sequence[Tensor], size: float) -> float:
         """Variance of the mean of the diagonals of `matrices`; `size` is that mean (of the terms' absolute values).
