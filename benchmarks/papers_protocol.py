@@ -94,6 +94,30 @@ def papers_protocol(
     return Protocol(**found, hvps=pair.products, seconds=time.perf_counter() - start)
 
 
+def seconds_of_protocol(
+    model: nn.Module, batch: Any, *, loss: Callable[[Any, Any], Tensor], nodes: Sequence[str]
+) -> float:
+    """What `papers_protocol` would take: every kind of product of every pair is timed (best of two) and multiplied."""
+    total = 0.0
+    with open_session(model, batch, loss=loss, nodes=nodes, output=None, batch_dim=0, dtype=None) as session:
+        pair, taps = _Pair(session.operator.graph), session.operator.graph.taps
+        for v, w in itertools.combinations_with_replacement(range(len(taps)), 2):
+            z, u = _rademacher(taps[w]), _rademacher(taps[v])
+            total += (PROBES + POWER_STEPS + 1 + GAP_PROBES) * _seconds(pair.hessian, v, w, z)
+            total += POWER_STEPS * _seconds(pair.hessian, w, v, u)
+            total += GAP_PROBES * _seconds(pair.gauss_newton, v, w, z)
+    return total
+
+
+def _seconds(product: Callable[[int, int, Tensor], Tensor], v: int, w: int, z: Tensor) -> float:
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        product(v, w, z)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 def _rademacher(like: Tensor) -> Tensor:
     return torch.randint(2, like.shape).to(like) * 2 - 1
 

@@ -97,7 +97,7 @@ class PairEstimator:
             direction = self._first(v)
             for _ in range(steps):
                 self._spent += self._basis.extend(v, direction / torch.linalg.vector_norm(direction), 1)
-                direction = self._basis.images(v).hessian(v)[:, -1:]
+                direction = self._basis.last_image(v, v)
                 if not direction.any():
                     break
 

@@ -207,11 +207,15 @@ def _rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch_dim: i
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """In chunks: sums of many terms in double precision."""
+    """In chunks, because sums of many terms belong in double precision; and only one half of the symmetric matrix."""
     total = precise(rows.new_zeros((len(rows), len(rows))))
+    parts = torch.split(torch.arange(len(rows)), max(48, -(-len(rows) // 6)))
     for chunk in torch.split(rows, CHUNK, dim=1):
-        total += chunk @ chunk.T
-    return total.cpu().double()
+        for part in parts:
+            start, stop = int(part[0]), int(part[-1]) + 1
+            total[start:stop, :stop] += chunk[start:stop] @ chunk[:stop].T
+    lower = total.cpu().double()
+    return lower.tril() + lower.tril(-1).T
 
 
 def leading_pair(matrix: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, float]:

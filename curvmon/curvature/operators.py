@@ -38,18 +38,6 @@ class Products(NamedTuple):
     spent: int
     """how many products with H or GN these took"""
 
-    def joined(self, other: Products) -> Products:
-        """Side by side."""
-        remainder = [torch.cat(pair, dim=1) for pair in zip(self.remainder, other.remainder)]
-        gauss_newton = None
-        if self.gauss_newton is not None and other.gauss_newton is not None:
-            gauss_newton = [torch.cat(pair, dim=1) for pair in zip(self.gauss_newton, other.gauss_newton)]
-        return Products(remainder, gauss_newton, self.spent + other.spent)
-
-    def scaled(self, factor: float) -> Products:
-        gauss_newton = None if self.gauss_newton is None else [x * factor for x in self.gauss_newton]
-        return Products([x * factor for x in self.remainder], gauss_newton, self.spent)
-
     def hessian(self, v: int) -> Tensor:
         """H[v, w] Z in double precision."""
         known = precise(self.remainder[v])

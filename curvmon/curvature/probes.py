@@ -67,14 +67,14 @@ class RestSamples:
         self._basis = basis
         self._rows = rows
         self._probes = [precise(t.new_zeros((t.numel(), 0))) for t in operator.templates]
-        self._images: dict[int, Products] = {}
+        self._images: dict[int, list[Products]] = defaultdict(list)
         # per node and (part, row), a matrix for every batch of probes
         self._products: list[dict[tuple[Part, int], list[Tensor]]] = [defaultdict(list) for _ in operator.templates]
 
     def count(self, w: int) -> int:
         return self._probes[w].shape[1]
 
-    def directions(self) -> dict[int, tuple[Tensor, Products]]:
+    def directions(self) -> dict[int, tuple[Tensor, list[Products]]]:
         """The probes as unit vectors, with their images: what they know of the leading directions counts as well."""
         return {w: (self._probes[w], images) for w, images in self._images.items()}
 
@@ -91,13 +91,12 @@ class RestSamples:
         if directions.shape[1] == 0:
             return 0
         images = self._operator.columns(w, directions)
-        self._images[w] = images if w not in self._images else self._images[w].joined(images)
-        images = images.scaled(math.sqrt(self._dimension(w)))
+        self._images[w].append(images)
         for v in self._rows:
-            self._put(w, v, "hessian", self._basis.outside(v, images.hessian(v)))
+            self._put(w, v, "hessian", images.hessian(v))
             if images.gauss_newton is not None:
-                self._put(w, v, "gauss_newton", self._basis.outside(v, precise(images.gauss_newton[v])))
-                self._put(w, v, "remainder", self._basis.outside(v, precise(images.remainder[v])))
+                self._put(w, v, "gauss_newton", precise(images.gauss_newton[v]))
+                self._put(w, v, "remainder", precise(images.remainder[v]))
         self._probes[w] = torch.cat([self._probes[w], directions], dim=1)
         return images.spent
 
@@ -110,7 +109,9 @@ class RestSamples:
         return fresh
 
     def _put(self, w: int, v: int, part: Part, image: Tensor) -> None:
-        self._products[w][part, v].append((image.T @ image).cpu())
+        """z = sqrt(d) u: the images are those of unit vectors u."""
+        outside = self._basis.outside(v, image)
+        self._products[w][part, v].append((outside.T @ outside * self._dimension(w)).cpu())
 
     def mean(self, part: Part, v: int, w: int) -> float:
         """Estimate of ‖P_v A P_w‖_F², pooled over the probes at both nodes; zero where a basis is complete."""

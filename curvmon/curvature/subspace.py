@@ -11,7 +11,7 @@ bases hold the leading directions, because it is cut on both sides. k products a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -92,7 +92,8 @@ class SharedBasis:
     def __init__(self, operator: BlockOperator) -> None:
         self._operator = operator
         self.vectors = [t.new_zeros((t.numel(), 0)) for t in operator.templates]
-        self._images: list[Products | None] = [None] * len(self.vectors)
+        # in pieces as they came, never copied: together they are the largest thing here
+        self._images: list[list[Products]] = [[] for _ in self.vectors]
 
     def size(self, v: int) -> int:
         return self.vectors[v].shape[1]
@@ -113,15 +114,14 @@ class SharedBasis:
         if fresh.shape[1] == 0:
             return 0
         images = self._operator.columns(w, fresh)
-        self._add(w, fresh, images)
+        self._add(w, fresh, [images])
         return images.spent
 
-    def _add(self, w: int, fresh: Tensor, images: Products) -> None:
-        before = self._images[w]
-        self._images[w] = images if before is None else before.joined(images)
+    def _add(self, w: int, fresh: Tensor, images: Iterable[Products]) -> None:
+        self._images[w] = [*self._images[w], *images]
         self.vectors[w] = torch.cat([self.vectors[w], fresh], dim=1)
 
-    def with_more(self, more: Mapping[int, tuple[Tensor, Products]]) -> SharedBasis:
+    def with_more(self, more: Mapping[int, tuple[Tensor, list[Products]]]) -> SharedBasis:
         """A copy that also holds directions (orthonormal, outside the basis) whose images are known already."""
         copy = SharedBasis(self._operator)
         copy.vectors, copy._images = list(self.vectors), list(self._images)
@@ -158,22 +158,22 @@ class SharedBasis:
             values.append(norm_squared(toward_v) + norm_squared(self.outside(v, toward_w)))
         return _per_part(values)
 
-    def images(self, source: int) -> Products:
-        """H Q_source and GN Q_source at all nodes."""
-        images = self._images[source]
-        assert images is not None, "a block is known only where both nodes have a basis"
-        return images
+    def last_image(self, source: int, target: int) -> Tensor:
+        """H q at `target` for the direction that was added last at `source`."""
+        return self._images[source][-1].hessian(target)[:, -1:]
 
     def _image(self, source: int, target: int) -> Tensor:
         """H Q_source at `target`."""
-        return self.images(source).hessian(target)
+        return torch.cat([images.hessian(target) for images in self._images[source]], dim=1)
 
     def _parts(self, source: int, target: int) -> list[Tensor]:
         """A Q_source at `target`, for A = H, and where known GN and T."""
-        images = self.images(source)
-        if images.gauss_newton is None:
-            return [images.hessian(target)]
-        return [images.hessian(target), precise(images.gauss_newton[target]), precise(images.remainder[target])]
+        parts = [self._image(source, target)]
+        known = [images.gauss_newton[target] for images in self._images[source] if images.gauss_newton is not None]
+        if known:
+            parts.append(precise(torch.cat(known, dim=1)))
+            parts.append(precise(torch.cat([images.remainder[target] for images in self._images[source]], dim=1)))
+        return parts
 
     def asymmetry(self, v: int, w: int) -> float:
         """‖Q_v^T (A Q_w) - (A^T Q_v)^T Q_w‖_F / ‖A Q_w‖_F: rounding, if every second derivative is right."""
