@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvmon.curvature.metrics import Matrices, Norms, pair_metrics
 from curvmon.curvature.operators import norm_squared
+from curvmon.curvature.selfcheck import check
 from curvmon.curvature.session import Loss, open_session
 from curvmon.errors import InputError
 from curvmon.types import METRICS, ExactMeasurement
@@ -47,6 +48,7 @@ def exact(
         model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=torch.float64
     ) as session:
         operator, names = session.operator, session.names
+        checked = check(session)
         sizes = [template.numel() for template in operator.templates]
         needed = 8 * sum(sizes) ** 2 * (1 + operator.has_gauss_newton)
         if needed > MOST_BYTES:
@@ -70,7 +72,7 @@ def exact(
         loss=session.loss,
         hvps=sum(sizes) * (2 if gauss_newton else 1),
         seconds=time.perf_counter() - start,
-        notes=(*session.notes, *matrices.notes(), *_symmetry_notes(names, blocks)),
+        notes=(*session.notes, *checked, *matrices.notes(), *_symmetry_notes(names, blocks)),
         blocks=blocks,
         gauss_newton=gauss_newton,
     )

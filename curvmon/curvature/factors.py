@@ -64,8 +64,8 @@ class Factors:
             self._signs = signs.reshape(-1).double().cpu()
             self._weights = self._signs.outer(self._signs)
         else:
-            self._signs = torch.ones(units, dtype=torch.float64)
-            sample = torch.arange(units) % (units // columns)
+            self._signs = torch.ones(units, dtype=torch.float64, device="cpu")
+            sample = torch.arange(units, device="cpu") % (units // columns)
             same = sample.unsqueeze(0) == sample.unsqueeze(1)
             self._weights = torch.where(same, columns / (columns - 1), 1.0).double().fill_diagonal_(0)
         self._outside: dict[int, tuple[int, Tensor]] = {}
@@ -74,6 +74,17 @@ class Factors:
     def norm_squared(self, v: int, w: int) -> float:
         """‖GN[v, w]‖_F²; from a sketch it may come out negative where it is zero."""
         return (self._weights * self._grams[v] * self._grams[w]).sum().item()
+
+    def cancels(self) -> bool:
+        """Signs let a norm come out as the small difference of large numbers: it would be mostly rounding."""
+        nodes = range(len(self._grams))
+        if not self.is_exact or (self._signs >= 0).all():
+            return False
+        return any(
+            self.norm_squared(v, w) < 1e-4 * (self._grams[v] * self._grams[w]).sum().item()
+            for v in nodes
+            for w in nodes[v:]
+        )
 
     def rest(self, v: int, w: int, bases: Sequence[Tensor]) -> float:
         """‖P_v GN[v, w] P_w‖_F² with P_v = I - Q_v Q_v^T, Q_v = bases[v]."""
@@ -209,10 +220,10 @@ def _rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch_dim: i
 def _gram(rows: Tensor) -> Tensor:
     """In chunks, because sums of many terms belong in double precision; and only one half of the symmetric matrix."""
     total = precise(rows.new_zeros((len(rows), len(rows))))
-    parts = torch.split(torch.arange(len(rows)), max(48, -(-len(rows) // 6)))
+    step = max(48, -(-len(rows) // 6))
     for chunk in torch.split(rows, CHUNK, dim=1):
-        for part in parts:
-            start, stop = int(part[0]), int(part[-1]) + 1
+        for start in range(0, len(rows), step):
+            stop = min(start + step, len(rows))
             total[start:stop, :stop] += chunk[start:stop] @ chunk[:stop].T
     lower = total.cpu().double()
     return lower.tril() + lower.tril(-1).T
@@ -225,7 +236,7 @@ def leading_pair(matrix: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, float
     """
     if matrix.numel() == 0 or not matrix.any():
         return matrix.new_zeros(matrix.shape[0]), 0.0
-    block = torch.eye(matrix.shape[1], 12, dtype=matrix.dtype)
+    block = torch.eye(matrix.shape[1], 12, dtype=matrix.dtype, device=matrix.device)
     for _ in range(12 if min(matrix.shape) > 64 else 0):
         block = torch.linalg.qr(matrix.T @ (matrix @ block)).Q
         image = matrix @ block

@@ -66,6 +66,8 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
             true = (precise(z.reshape(-1)) @ precise(image.reshape(-1))).item()
             if abs(factors.form(c, total) - true) > AGREEMENT * torch.linalg.vector_norm(c).item():
                 return Knowledge(None, frozenset(), 2, ["Gauss-Newton by products: samples interact"])
+    if factors.cancels():
+        return Knowledge(None, frozenset(), 2, ["Gauss-Newton by products: parts of an indefinite loss cancel"])
     flat = _flat(remainder, gauss_newton)
     if not factors.is_exact and len(flat) == len(graph.nodes):
         # H = GN everywhere: its error is the error of everything
@@ -90,7 +92,7 @@ def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generato
     if found is None:
         return None
     note = f"Gauss-Newton from {{columns}} random backward passes ({found.form})"
-    seed = int(torch.randint(2**62, (), generator=generator))
+    seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
     def draw(k: int) -> list[Tensor]:
         return found.draw(torch.Generator("cpu").manual_seed(seed + k))

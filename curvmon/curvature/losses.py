@@ -82,9 +82,9 @@ def dense_factor(layout: Layout, product: Product, like: Tensor) -> Factor | Non
     width = layout.width
     units = torch.eye(width, dtype=like.dtype, device=like.device)
     blocks = torch.stack([layout.rows(product(_everywhere(layout, unit))) for unit in units], dim=2)
-    signs = _signs(blocks[:, :, 0])
-    expected = torch.einsum("bij,bj->bi", blocks, signs)
-    if not _agree(layout.rows(product(layout.tensors(signs))), expected):
+    vector = _normal(blocks[:, :, 0])
+    expected = torch.einsum("bij,bj->bi", blocks, vector)
+    if not _agree(layout.rows(product(layout.tensors(vector))), expected):
         return None
     # a loss scaled by 1e-9 is no reason to lose digits
     blocks = blocks.double() if like.device.type != "mps" else blocks
@@ -112,15 +112,19 @@ class Sketch(NamedTuple):
 def sketch(outputs: Sequence[Tensor], product: Product) -> Sketch | None:
     """Each output on its own has a diagonal or a softmax curvature; None where one has neither, or they interact."""
     outputs = [output.detach() for output in outputs]
-    signs = [_signs(output) for output in outputs]
-    images = product(signs)
+    vectors = [_normal(output) for output in outputs]
+    together = product(vectors)
     roots: list[Callable[[Tensor], Tensor]] = []
     forms = []
-    for i, output in enumerate(outputs):
-        alone = product([s if j == i else torch.zeros_like(s) for j, s in enumerate(signs)])
-        if not _agree(alone[i], images[i]):
+    for i, (output, vector) in enumerate(zip(outputs, vectors)):
+
+        def alone(x: Tensor, i: int = i) -> Tensor:
+            return product([x if j == i else torch.zeros_like(o) for j, o in enumerate(outputs)])[i]
+
+        image = alone(vector)
+        if not _agree(image, together[i]):
             return None
-        form = _diagonal(output, alone[i], i, outputs, product) or _softmax(output, signs[i], alone[i])
+        form = _diagonal(output, vector, image, alone) or _softmax(output, vector, image)
         if form is None:
             return None
         forms.append(form[0])
@@ -135,28 +139,26 @@ def sketch(outputs: Sequence[Tensor], product: Product) -> Sketch | None:
 Root = tuple[str, Callable[[Tensor], Tensor]]
 
 
-def _diagonal(output: Tensor, image: Tensor, i: int, outputs: Sequence[Tensor], product: Product) -> Root | None:
-    scale = image * _signs(output)
-    other = _signs(output).flip(0).roll(1, -1)
-    again = product([other if j == i else torch.zeros_like(o) for j, o in enumerate(outputs)])[i]
-    if not _agree(again, scale * other) or (scale < -TOLERANCE * scale.abs().max()).any():
+def _diagonal(output: Tensor, vector: Tensor, image: Tensor, product: Callable[[Tensor], Tensor]) -> Root | None:
+    scale = product(torch.ones_like(output))
+    if not _agree(image, scale * vector) or (scale < -TOLERANCE * scale.abs().max()).any():
         return None
     root = scale.clamp_min(0).sqrt()
     return "an elementwise loss", lambda signs: root * signs
 
 
-def _softmax(output: Tensor, signs: Tensor, image: Tensor) -> Root | None:
+def _softmax(output: Tensor, vector: Tensor, image: Tensor) -> Root | None:
     """a (diag p - p p^T) along the second or the last dimension."""
-    found = (_softmax_along(dim, output, signs, image) for dim in dict.fromkeys((1 % output.ndim, output.ndim - 1)))
+    found = (_softmax_along(dim, output, vector, image) for dim in dict.fromkeys((1 % output.ndim, output.ndim - 1)))
     return next((root for root in found if root is not None), None)
 
 
-def _softmax_along(dim: int, output: Tensor, signs: Tensor, image: Tensor) -> Root | None:
+def _softmax_along(dim: int, output: Tensor, vector: Tensor, image: Tensor) -> Root | None:
     """a (diag p - p p^T) = A A^T with A = sqrt(a) (diag sqrt(p) - p sqrt(p)^T)."""
     p = output.softmax(dim)
-    unscaled = p * (signs - (p * signs).sum(dim, keepdim=True))
-    spread = (signs * unscaled).sum(dim, keepdim=True)
-    weight = torch.where(spread > 0, (signs * image).sum(dim, keepdim=True) / spread, 0)
+    unscaled = p * (vector - (p * vector).sum(dim, keepdim=True))
+    spread = (vector * unscaled).sum(dim, keepdim=True)
+    weight = torch.where(spread > 0, (vector * image).sum(dim, keepdim=True) / spread, 0)
     if not _agree(image, weight * unscaled) or (weight < -TOLERANCE * weight.abs().max()).any():
         return None
     scale, p_root = weight.clamp_min(0).sqrt(), p.sqrt()
@@ -173,9 +175,10 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     return bool(difference <= TOLERANCE * size)
 
 
-def _signs(like: Tensor) -> Tensor:
-    """±1, always the same: recognising a loss is no place for chance."""
-    return _rademacher(like, torch.Generator("cpu").manual_seed(0))
+def _normal(like: Tensor) -> Tensor:
+    """Normal numbers, always the same: recognising a loss is no place for chance."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(like.shape, generator=generator, device="cpu").to(dtype=like.dtype, device=like.device)
 
 
 def _rademacher(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from curvmon.curvature.arguments import check_budget
 from curvmon.curvature.estimators import PairEstimator
 from curvmon.curvature.gauss_newton import examine, with_factors
+from curvmon.curvature.selfcheck import recheck
 from curvmon.curvature.session import Loss, open_session
 from curvmon.types import Measurement
 
@@ -76,6 +77,17 @@ def measure(
             generator=generator,
             known=known,
         ).run()
+    checked: list[str] = []
+    if session.operator.custom_functions:
+        checked = recheck(
+            model,
+            batch,
+            loss=loss,
+            nodes=nodes,
+            output=output,
+            batch_dim=batch_dim,
+            functions=session.operator.custom_functions,
+        )
     matrices = estimate.matrices
     return Measurement(
         nodes=session.names,
@@ -84,5 +96,5 @@ def measure(
         loss=session.loss,
         hvps=estimate.hvps,
         seconds=time.perf_counter() - start,
-        notes=(*session.notes, *known.notes, *matrices.notes(), *estimate.notes),
+        notes=(*session.notes, *checked, *known.notes, *matrices.notes(), *estimate.notes),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ class Session(NamedTuple):
     names: tuple[str, ...]
     loss: float
     notes: list[str]
+    shifted: Callable[[Mapping[str, Tensor]], TappedGraph]
+    """the same graph with other values of the taps than zero"""
 
 
 @contextmanager
@@ -69,7 +71,11 @@ def open_session(
             operator, notes = GraphOperator(tap(resolve(model, calls, wanted))), []
         graph = operator.graph
         notes += [*_output_notes(operator, output), *_graph_notes(operator, samples, batch_dim, dtype)]
-        yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes)
+
+        def shifted(at: Mapping[str, Tensor]) -> TappedGraph:
+            return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at)
+
+        yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes, shifted)
 
 
 def _own(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -203,9 +209,4 @@ def _graph_notes(operator: GraphOperator, samples: int | None, batch_dim: int, d
     low = [x for x, t in zip(labels, graph.tapped) if torch.finfo(t.dtype).eps > torch.finfo(wanted).eps]
     if low:
         notes.append(f"{', '.join(low)}: computed in less than {wanted} because the model casts its activations")
-    if operator.custom_functions:
-        notes.append(
-            f"custom autograd functions between nodes and loss ({', '.join(operator.custom_functions)}): the numbers "
-            f"are right only if their backward can itself be differentiated"
-        )
     return notes

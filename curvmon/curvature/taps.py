@@ -9,7 +9,7 @@ tensor, so an in-place activation behind the node changes the sum and not what a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +47,17 @@ class TappedGraph:
 
 
 def tapped_forward(
-    nodes: list[Node], run: Callable[[], Tensor], *, batch_dim: int, output: list[Node] | None = None
+    nodes: list[Node],
+    run: Callable[[], Tensor],
+    *,
+    batch_dim: int,
+    output: list[Node] | None = None,
+    at: Mapping[str, Tensor] | None = None,
 ) -> TappedGraph:
-    """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function."""
+    """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function.
+
+    `at` has values of the taps by node label, where they are not to be zero.
+    """
     taps: dict[str, Tensor] = {}
     spread: dict[str, Tensor] = {}
     tapped: dict[str, Tensor] = {}
@@ -58,7 +66,8 @@ def tapped_forward(
     def tap_node(node: Node, tensor: Tensor) -> Tensor:
         dim = batch_axis(tensor, batch_dim, node.label)
         shape = [size for axis, size in enumerate(tensor.shape) if axis != dim]
-        taps[node.label] = tensor.new_zeros(shape, requires_grad=True)
+        value = tensor.new_zeros(shape) if at is None else at[node.label].to(tensor).clone()
+        taps[node.label] = value.requires_grad_()
         spread[node.label] = taps[node.label].unsqueeze(dim).expand_as(tensor)
         tapped[node.label] = tensor + spread[node.label]
         return tapped[node.label]

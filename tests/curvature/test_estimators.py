@@ -117,11 +117,9 @@ def test_intervals_cover_the_truth(decay: float) -> None:
     """Of the 95 % intervals, 90 to 99 % hold the truth, for each metric over 150 seeds and all pairs."""
     found = deviations(problem(decay), range(150))
     shares = coverage(found)
-    # D carries a bound on what the spectral norm misses: where that dominates, its interval covers more than 99 %
-    assert shares.pop("stable_rank") >= 0.90
     assert all(0.90 <= share <= 0.99 for share in shares.values()), shares
-    # a normal distribution has 6e-5 beyond four; a rest of one dominant direction, met by a dozen probes, has more
-    assert all(share > 0.99 for share in coverage(found, 4).values())
+    # a normal distribution has 6e-5 beyond four; a rest of one dominant direction, met by five probes, has more
+    assert all(share > 0.98 for share in coverage(found, 4).values())
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "mse"])
@@ -158,15 +156,18 @@ def test_a_node_with_room_for_one_probe_is_exact_and_cheap() -> None:
 
 
 def test_a_flat_spectrum_widens_the_error_of_the_stable_rank_honestly() -> None:
-    """D of a hundred cannot be found with few directions: it comes out too high, within an error below itself."""
+    """D of a hundred cannot be found with few directions: what the spectral norm lacks is estimated, with an error."""
     matrix = symmetric(0.05, 4, size=600)
     operator = Dense(matrix, matrix @ matrix, (300, 300))
-    found = estimate(operator, 0, 80)
-    for v, w in ((0, 0), (0, 1), (1, 1)):
-        value, error = found.matrices.get("stable_rank", v, w), found.matrices.get("stderr/stable_rank", v, w)
-        assert abs(value - operator.truth("stable_rank", v, w)) < 1.96 * error
-        assert error < value
-    assert any("stable_rank is not settled" in note for note in found.notes)
+    inside = []
+    for seed in range(20):
+        found = estimate(operator, seed, 60)
+        for v, w in ((0, 0), (0, 1), (1, 1)):
+            value, error = found.matrices.get("stable_rank", v, w), found.matrices.get("stderr/stable_rank", v, w)
+            assert error < value
+            inside.append(abs(value - operator.truth("stable_rank", v, w)) < 1.96 * error)
+        assert any("stable_rank is not settled" in note for note in found.notes)
+    assert sum(inside) >= 0.9 * len(inside)
 
 
 @pytest.mark.parametrize("limit", [30, 31, 50, 77, 200])
