@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo lint format types check clean
+.PHONY: test demo bench lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
 
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py
+
+# about 50 minutes; DATA=cifar10_subset.npz for real images
+bench: $(READY)
+	$(BIN)/python -m benchmarks.products
+	$(BIN)/python -m benchmarks.speed $(if $(DATA),--data $(DATA)) --write docs/speed-table.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

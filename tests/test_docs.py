@@ -18,12 +18,12 @@ def test_the_readme_example_prints_its_table() -> None:
     names: dict[str, Any] = {}
     exec(code.group(1), names)
     printed = [line.split() for line in str(names["m"]).splitlines()[3:] if not line.startswith("note")]
-    shown = [line.split() for line in code.group(2).splitlines()[3:]]
+    shown = [line.split() for line in code.group(2).splitlines()[3:] if not line.startswith("note")]
     assert len(printed) == len(shown) == 6
     for ours, theirs in zip(printed, shown):
         assert ours[:2] == theirs[:2]
-        # values may differ in the last digits between processors, by far less than their errors
-        assert float(ours[2]) == pytest.approx(float(theirs[2]), rel=1e-2)
+        # values may differ in the last digits between processors, by far less than their errors; shown rounded
+        assert float(ours[2]) == pytest.approx(float(theirs[2]), rel=2e-2)
 
 
 def test_links_lead_somewhere() -> None:

@@ -76,8 +76,8 @@ class Assembler:
             return []
         v, w = (self._names[node] for node in worst)
         return [
-            f"suspect: H[{v}, {w}] is not symmetric (by {self._blocks[worst].asymmetry:.1g} of its size); a custom "
-            f"autograd function between the nodes and the loss has a wrong second derivative"
+            f"suspect: H[{v}, {w}] is not symmetric (by {self._blocks[worst].asymmetry:.1g} of its size); its "
+            f"precision does not resolve it, or a custom autograd function has a wrong second derivative"
         ]
 
     def matrices(self) -> Matrices:
@@ -102,7 +102,8 @@ class Assembler:
         hessian, gauss_newton, remainder = (
             captured + self._mixture(part, v, w).value for part, captured in zip(PARTS, block.captured)
         )
-        return Norms(max(hessian, 0.0), max(gauss_newton, 0.0), remainder, self._spectral(v, w)[0])
+        hessian, gauss_newton = max(hessian, 0.0), max(gauss_newton, 0.0)
+        return Norms(hessian, gauss_newton, remainder, min(self._spectral(v, w)[0], math.sqrt(hessian)))
 
     def _spectral(self, v: int, w: int) -> tuple[float, float]:
         """‖H[v, w]‖_2 and its standard error."""
@@ -111,8 +112,10 @@ class Assembler:
             return self._known.factors.spectral_norm(v, w), 0.0
         at_least, at_most = self._rest.spectral_norms(v, w)
         norm, error = self._leading[v, w].corrected(at_least, at_most)
-        # what the bases missed altogether can still be stronger than what they hold
-        return (norm, error) if norm > at_least else (math.sqrt(at_least * at_most), (at_most - at_least) / 4)
+        if norm >= at_least:
+            return norm, error
+        # what the bases missed altogether is stronger than what they hold, as far as few probes can tell
+        return at_least, max(error, at_least - norm, 0.1 * at_least)
 
     def _mixture(self, part: Part, v: int, w: int) -> Mixture:
         """Let the factors bear what they know better than the probes do."""
@@ -127,10 +130,10 @@ class Assembler:
         if part == "remainder" or factors is None or factors.rows is None or complete:
             return probed
         known = factors.rest(v, w, self._basis.vectors)
-        if part == "gauss_newton":
+        if known <= 2 * factors.standard_error([(1.0, v, w)], self._basis.vectors) and not math.isnan(probed.value):
+            return probed  # too little for a sketch to see: it may even come out negative
+        if part == "gauss_newton" or {v, w} & self._known.flat:
             mixed = Mixture(known, (), 1.0)
-        elif {v, w} & self._known.flat:
-            return Mixture(known, (), 1.0)
         else:
             value = probed.value + known - self._rest.mean("gauss_newton", v, w)
             mixed = Mixture(value, ((1.0, part), (-1.0, "gauss_newton")), 1.0)
@@ -156,7 +159,8 @@ class Assembler:
 
         rounding = self._rounding(v, w)
         if norms.hessian == 0:
-            return {"resonance": 0.0, "coupling": math.nan, "stable_rank": math.nan, "gn_gap": math.nan}
+            least = math.sqrt(noise((1.0, "hessian", v, w)))
+            return {"resonance": least, "coupling": math.nan, "stable_rank": math.nan, "gn_gap": math.nan}
         resonance = math.sqrt(norms.hessian)
         relative = noise((0.5 / norms.hessian, "hessian", v, w))
         rank = norms.hessian / norms.spectral**2 if norms.spectral else math.nan
@@ -187,5 +191,8 @@ class Assembler:
     def _rounding(self, v: int, w: int) -> float:
         """Relative error from floating-point arithmetic, as it shows in the asymmetry of the blocks."""
         size = max(self._basis.dimension(node) for node in (v, w))
+        if self._is_known(v, w) and self._known.factors is not None:
+            # nearly orthogonal factors leave little of themselves
+            return (4 + math.sqrt(size)) * self._eps * math.sqrt(self._known.factors.orthogonality(v, w))
         asymmetries = [self._blocks[pair].asymmetry for pair in {(v, v), (v, w), (w, w)} if pair in self._blocks]
         return max((4 + math.sqrt(size)) * self._eps, *asymmetries, 0.0)

@@ -104,6 +104,27 @@ def custom_functions(tensors: Sequence[Tensor]) -> list[str]:
     return sorted(names)
 
 
+def bypassed(loss: Tensor, variables: Sequence[Tensor], gates: Sequence[Tensor]) -> bool:
+    """Does the graph lead from the loss to one of the variables other than through the sums `x + gate`?
+
+    A gradient cannot tell: a term may have none here and curvature all the same.
+    """
+    wanted, closed = {id(v) for v in variables}, {id(g) for g in gates}
+    queue: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(queue)
+    while queue:
+        children = [child for child, _ in queue.pop().next_functions if child is not None]
+        leaves = {id(getattr(child, "variable", None)) for child in children}
+        if leaves & wanted:
+            return True
+        if leaves & closed:
+            continue
+        fresh = [child for child in children if child not in seen]
+        seen.update(fresh)
+        queue += fresh
+    return False
+
+
 def has_convolutions(tensors: Sequence[Tensor]) -> bool:
     """Somewhere in the graph behind some tensors."""
     return any("Convolution" in function.name() for function in _reachable(tensors))

@@ -25,7 +25,6 @@ from curvmon.errors import InputError
 # A node this small is measured exactly: its whole space costs no more than a basis and the probes would.
 SMALL_NODE = 12
 FEWEST_PROBES, FIRST_PROBES = 3, 5
-
 LANCZOS_STEPS = 6
 BASIS_SIZE = 8
 """directions per node without `max_hvps`, at the default tolerance; more for a smaller one"""
@@ -64,9 +63,9 @@ class PairEstimator:
         least = known.spent + (2 + FEWEST_PROBES) * self._n * self._price
         if max_hvps is not None and max_hvps < least:
             raise InputError(
-                f"max_hvps={max_hvps} is too few for {self._n} nodes: at least {least} products are needed "
-                f"(two directions and three probes per node, for the Hessian and its Gauss-Newton part); "
-                f"raise it or choose fewer nodes"
+                f"max_hvps={max_hvps} is too few: at least {least} products are needed, two directions and three "
+                f"probes at {self._n} nodes{', for the Hessian and its Gauss-Newton part' if self._price == 2 else ''}"
+                f"{f', and {known.spent} before' if known.spent else ''}; raise it or choose fewer nodes"
             )
         self._limit = PRODUCTS_PER_NODE * self._n if max_hvps is None else max_hvps
         # columns per node, each a product with H and one with GN
@@ -88,24 +87,26 @@ class PairEstimator:
     def _build_basis(self) -> None:
         """At every node a few steps of Lanczos' method for its own block, whose leading directions matter for all."""
         steps = max(1, min(LANCZOS_STEPS, self._columns // 3))
-        # a node of which fewer entries than probes would be left is measured completely
-        enough = min(max(SMALL_NODE, BASIS_SIZE + FEWEST_PROBES), self._columns)
         for v in self._nodes:
-            if self._operator.templates[v].numel() <= enough:
+            if self._operator.templates[v].numel() <= min(SMALL_NODE, self._columns):
                 self._spent += self._basis.complete(v)
                 continue
             direction = self._first(v)
             for _ in range(steps):
-                self._spent += self._basis.extend(v, direction / torch.linalg.vector_norm(direction), 1)
+                spent = self._basis.extend(v, direction / torch.linalg.vector_norm(direction), 1)
+                self._spent += spent
                 direction = self._basis.last_image(v, v)
-                if not direction.any():
+                if spent == 0 or not direction.any():
                     break
 
     def _first(self, v: int) -> Tensor:
-        """Where GN is known, its leading direction and a random one in equal parts: T may be elsewhere."""
+        """Where GN is known, its leading direction and a random one in equal parts: T may be elsewhere.
+
+        Not that of a sketch: what the same sketch then says of the rest would be too low.
+        """
         random = gaussian(self._operator.templates[v], 1, self._generator)
         factors = self._known.factors
-        if factors is None or factors.rows is None:
+        if factors is None or factors.rows is None or not factors.is_exact:
             return random
         both = torch.cat([precise(random) / torch.linalg.vector_norm(random), precise(factors.leading(v, v))], dim=1)
         return both.sum(dim=1, keepdim=True)
@@ -129,15 +130,16 @@ class PairEstimator:
                     # a side that adds nothing to the tilt is in the basis already, up to rounding
                     if length**2 > 1e-3 * ritz.tilt:
                         wanted[node].append(missing * (lacking / length))
+            most = max((ritz.may_lack() for ritz in leading.values()), default=1.0)
             before = self._spent
             for v, candidates in wanted.items():
                 if self._spent + self._price <= self._basis_budget():
-                    self._spent += self._basis.extend(v, torch.stack(candidates, dim=1), 1)
+                    self._spent += self._basis.extend(v, torch.stack(candidates, dim=1) / most, 1)
             if self._spent == before:
                 return
 
     def _basis_budget(self) -> int:
-        """Products for sketch and bases: what the first probes leave, at least half; without a limit, a quarter."""
+        """Products for the bases: what the first probes leave, at least half; without a limit, `BASIS_SIZE` each."""
         if not self._limited_by_user:
             size = math.ceil(BASIS_SIZE * max(1.0, math.sqrt(0.05 / self._rtol)))
             return self._known.spent + size * self._n * self._price

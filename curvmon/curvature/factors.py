@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from curvmon.curvature.autograd import product
+from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.operators import Columns, GraphOperator, Products, precise
 from curvmon.curvature.taps import TappedGraph
 
@@ -70,10 +71,27 @@ class Factors:
             self._weights = torch.where(same, columns / (columns - 1), 1.0).double().fill_diagonal_(0)
         self._outside: dict[int, tuple[int, Tensor]] = {}
         self._roots: dict[int, Tensor] = {}
+        self._norms: dict[tuple[int, int], float] = {}
 
     def norm_squared(self, v: int, w: int) -> float:
-        """‖GN[v, w]‖_F²; from a sketch it may come out negative where it is zero."""
-        return (self._weights * self._grams[v] * self._grams[w]).sum().item()
+        """‖GN[v, w]‖_F²; zero where rounding, or a sketch, makes it negative."""
+        if (v, w) not in self._norms:
+            self._norms[v, w] = max(0.0, (self._weights * self._grams[v] * self._grams[w]).sum().item())
+        return self._norms[v, w]
+
+    def orthogonality(self, v: int, w: int) -> float:
+        """‖G_v‖ ‖G_w‖ / ‖GN[v, w]‖², one at least: how much larger the factors are than what they give."""
+        sizes = [torch.linalg.vector_norm(self._grams[node]).item() for node in (v, w)]
+        norm = self.norm_squared(v, w)
+        return max(1.0, sizes[0] * sizes[1] / norm) if norm else math.inf
+
+    def sharpen(self) -> None:
+        """Gram matrices in double precision throughout, where single precision leaves too little of some norm."""
+        nodes = range(len(self._grams))
+        if self.rows is None or all(self.orthogonality(v, w) < 1e3 for v in nodes for w in nodes[v:]):
+            return
+        self._grams = [_gram(rows, precisely=True) for rows in self.rows]
+        self._norms.clear()
 
     def cancels(self) -> bool:
         """Signs let a norm come out as the small difference of large numbers: it would be mostly rounding."""
@@ -115,8 +133,12 @@ class Factors:
         linear = sum(slope * self._influence(v, w, bases) for slope, v, w in terms)
         if not isinstance(linear, Tensor):
             return 0.0
-        spread = linear.reshape(self._columns, -1).var(dim=0, unbiased=True).sum().item()
-        return 2 * math.sqrt(self._columns * spread)
+        spread = linear.reshape(self._columns, -1).var(dim=0, unbiased=True)
+        total = spread.sum().item()
+        if total == 0:
+            return 0.0
+        freedom = (self._columns - 1) * total**2 / spread.square().sum().item()
+        return 2 * math.sqrt(self._columns * total) * small_sample_factor(int(freedom))
 
     def relative_error(self) -> float:
         """Largest standard error of any ‖GN[v, w]‖_F, relative to it."""
@@ -125,7 +147,7 @@ class Factors:
         nodes = range(len(self._grams))
         whole = [gram.new_zeros((0, 0)) for gram in self._grams]
         errors = [
-            self.standard_error([(0.5 / max(self.norm_squared(v, w), 0), v, w)], whole)
+            self.standard_error([(0.5 / self.norm_squared(v, w), v, w)], whole)
             for v in nodes
             for w in nodes[v:]
             if self.norm_squared(v, w) > 0
@@ -159,6 +181,9 @@ class Factors:
 
     def _root(self, v: int) -> Tensor:
         """L_v: eigenvectors of the Gram matrix times the roots of their eigenvalues, largest first, without noise."""
+        if self.rows is not None and self.rows[v].shape[1] <= len(self._grams[v]):
+            strongest = torch.linalg.vector_norm(self.rows[v], dim=0).argsort(descending=True)
+            return self.rows[v][:, strongest].cpu().double()
         if v not in self._roots:
             values, vectors = torch.linalg.eigh(self._grams[v])
             kept = values > 1e-7 * values[-1]
@@ -188,6 +213,7 @@ def build(
     factors = Factors(
         [kept[v] for v in nodes] if kept else None, [grams[v] for v in nodes], source.signs, source.columns
     )
+    factors.sharpen()
     return factors, [coefficients[v] for v in nodes]
 
 
@@ -217,11 +243,12 @@ def _rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch_dim: i
     return {v: stacked.flatten(0, 1) for v, stacked in rows.items()}
 
 
-def _gram(rows: Tensor) -> Tensor:
+def _gram(rows: Tensor, precisely: bool = False) -> Tensor:
     """In chunks, because sums of many terms belong in double precision; and only one half of the symmetric matrix."""
     total = precise(rows.new_zeros((len(rows), len(rows))))
     step = max(48, -(-len(rows) // 6))
     for chunk in torch.split(rows, CHUNK, dim=1):
+        chunk = precise(chunk) if precisely else chunk
         for start in range(0, len(rows), step):
             stop = min(start + step, len(rows))
             total[start:stop, :stop] += chunk[start:stop] @ chunk[:stop].T
@@ -236,14 +263,17 @@ def leading_pair(matrix: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, float
     """
     if matrix.numel() == 0 or not matrix.any():
         return matrix.new_zeros(matrix.shape[0]), 0.0
-    block = torch.eye(matrix.shape[1], 12, dtype=matrix.dtype, device=matrix.device)
-    for _ in range(12 if min(matrix.shape) > 64 else 0):
+    generator = torch.Generator("cpu").manual_seed(0)
+    # the strongest columns, and in case the matrix is blind to them, random ones
+    random = torch.randn(matrix.shape[1], 4, generator=generator, device="cpu").to(matrix) / math.sqrt(matrix.shape[1])
+    block = torch.cat([torch.eye(matrix.shape[1], 8, dtype=matrix.dtype, device=matrix.device), random], dim=1)
+    for step in range(12 if min(matrix.shape) > 64 else 0):
         block = torch.linalg.qr(matrix.T @ (matrix @ block)).Q
         image = matrix @ block
         values, vectors = torch.linalg.eigh(image.T @ image)
         top, left = values[-1], image @ vectors[:, -1]
         residual = matrix.T @ left - top * (block @ vectors[:, -1])
-        if torch.linalg.vector_norm(residual) <= tolerance * top:
+        if step >= 3 and top > 0 and torch.linalg.vector_norm(residual) <= tolerance * top:
             return left / top.sqrt(), float(top.sqrt())
     u, s, _ = torch.linalg.svd(matrix, full_matrices=False)
     return u[:, 0], float(s[0])
@@ -252,7 +282,6 @@ def leading_pair(matrix: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, float
 class FactoredOperator:
     """The `BlockOperator` of a network whose GN has an exact factor: a column costs one product, that with T."""
 
-    has_gauss_newton = True
     price = 1
 
     def __init__(self, operator: GraphOperator, factors: Factors) -> None:

@@ -16,12 +16,14 @@ from torch import Tensor
 from curvmon.curvature.autograd import product
 from curvmon.curvature.factors import Cotangents, FactoredOperator, Factors, build
 from curvmon.curvature.losses import Layout, dense_factor, sketch
-from curvmon.curvature.operators import BlockOperator, Columns, GraphOperator, precise
+from curvmon.curvature.operators import BlockOperator, Columns, GraphOperator, norm_squared, precise
 from curvmon.curvature.probes import gaussian
 
 MOST_COLUMNS = 24
 """outputs per sample up to which factors are exact: one backward pass each"""
 FIRST_SKETCHES, MOST_SKETCHES = 4, 64
+MOST_UNITS = 2048
+"""columns times samples: Gram matrices are units x units"""
 AGREEMENT = 1e-3
 """of factors and a true product, relative; rounding is 1e-5, interacting samples are off by one"""
 
@@ -50,11 +52,13 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
     if not operator.splits or counts or not layout.fits:
         return NOTHING
     probes = [gaussian(template, 1, generator) for template in operator.templates]
-    source = _exact(operator, layout) if layout.width <= MOST_COLUMNS else _sketched(operator, layout, generator)
-    if source is None or not (source.signs is not None or _samples_are_independent(operator, layout, source)):
-        return Knowledge(
-            None, frozenset(), 0, ["Gauss-Newton by products: the loss has no factor, or samples interact"]
-        )
+    few = layout.width <= MOST_COLUMNS and layout.width * layout.samples <= MOST_UNITS
+    source = _exact(operator, layout) if few else _sketched(operator, layout, generator)
+    if source is None:
+        what = "the loss has no factor that its precision resolves, or samples interact in it"
+        return Knowledge(None, frozenset(), 0, [f"Gauss-Newton by products: {what}"])
+    if not _samples_are_independent(operator, layout, source):
+        return Knowledge(None, frozenset(), 0, ["Gauss-Newton by products: samples interact"])
     factors, coefficients = build(graph, source, batch_dim, probes)
     # every node with the same weight, whatever its scale
     scales = [1 / (torch.linalg.vector_norm(c).item() or 1.0) for c in coefficients]
@@ -65,13 +69,18 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
         for z, image, c in zip(probes, gauss_newton, coefficients):
             true = (precise(z.reshape(-1)) @ precise(image.reshape(-1))).item()
             if abs(factors.form(c, total) - true) > AGREEMENT * torch.linalg.vector_norm(c).item():
-                return Knowledge(None, frozenset(), 2, ["Gauss-Newton by products: samples interact"])
+                what = "its factors do not agree with a true product (samples interact, or rounding)"
+                return Knowledge(None, frozenset(), 2, [f"Gauss-Newton by products: {what}"])
     if factors.cancels():
         return Knowledge(None, frozenset(), 2, ["Gauss-Newton by products: parts of an indefinite loss cancel"])
     flat = _flat(remainder, gauss_newton)
     if not factors.is_exact and len(flat) == len(graph.nodes):
         # H = GN everywhere: its error is the error of everything
-        wanted = min(MOST_SKETCHES, math.ceil(source.columns * (factors.relative_error() / (rtol / 2)) ** 2))
+        wanted = min(
+            MOST_SKETCHES,
+            MOST_UNITS // layout.samples,
+            math.ceil(source.columns * (factors.relative_error() / (rtol / 2)) ** 2),
+        )
         if wanted > source.columns:
             source = source.with_columns(wanted)
             factors, _ = build(graph, source, batch_dim, probes)
@@ -88,7 +97,9 @@ def _exact(operator: GraphOperator, layout: Layout) -> Cotangents | None:
 
 
 def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generator) -> Cotangents | None:
-    found = sketch(operator.graph.outputs, operator.curved)
+    if layout.samples * FIRST_SKETCHES > MOST_UNITS:
+        return None
+    found = sketch(layout, operator.graph.outputs, operator.curved)
     if found is None:
         return None
     note = f"Gauss-Newton from {{columns}} random backward passes ({found.form})"
@@ -101,24 +112,28 @@ def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generato
 
 
 def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Cotangents) -> bool:
-    """A cotangent in every other sample must leave nothing at the others."""
-    rows = layout.rows(source.column(0))
-    rows[::2] = 0
+    """J^T (ω c) = ω J^T c for weights ω of the samples. Powers of two: without interaction the same to the last bit."""
     graph = operator.graph
-    for gradient in product(graph.outputs, graph.sample_taps, layout.tensors(rows)):
-        by_sample = gradient.movedim(layout.batch_dim, 0)
-        leaked, whole = (torch.linalg.vector_norm(x).item() for x in (by_sample[::2], by_sample))
-        if leaked > AGREEMENT * whole:
+    generator = torch.Generator("cpu").manual_seed(0)
+    powers = torch.randperm(layout.samples, generator=generator, device="cpu") % 9 - 4
+    rows = layout.rows(source.column(0))
+    weights = (2.0**powers).to(rows)
+    plain, weighted = (
+        product(graph.outputs, graph.sample_taps, layout.tensors(x)) for x in (rows, rows * weights.unsqueeze(1))
+    )
+    for one, other in zip(plain, weighted):
+        expected, found = (x.movedim(layout.batch_dim, 0).flatten(1) for x in (one, other))
+        expected = expected * weights.to(expected).unsqueeze(1)
+        leaked, whole = (torch.linalg.vector_norm(precise(x)).item() for x in (found - expected, found))
+        if leaked > 10 * torch.finfo(found.dtype).eps * whole:
             return False
     return True
 
 
 def _flat(remainder: Columns, gauss_newton: Columns) -> frozenset[int]:
     eps = max(torch.finfo(x.dtype).eps for x in remainder)
-    norm = torch.linalg.vector_norm
-    return frozenset(
-        v for v, (t, gn) in enumerate(zip(remainder, gauss_newton)) if norm(t).item() <= 10 * eps * norm(gn).item()
-    )
+    sizes = [(norm_squared(t), norm_squared(gn)) for t, gn in zip(remainder, gauss_newton)]
+    return frozenset(v for v, (t, gn) in enumerate(sizes) if t <= (10 * eps) ** 2 * gn)
 
 
 def with_factors(operator: GraphOperator, known: Knowledge) -> BlockOperator:

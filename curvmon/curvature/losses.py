@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvmon.curvature.operators import norm_squared
+
 Product = Callable[[Sequence[Tensor]], list[Tensor]]
 TOLERANCE = 1e-3
 """A form is recognised if a random product agrees to this; rounding is 1e-6, another form is off by one."""
@@ -30,7 +32,8 @@ class Layout:
         self.samples = samples
         self._outputs = outputs
         self.batch_dim = batch_dim
-        self.fits = bool(outputs) and all(self._split(output) is not None for output in outputs)
+        alike = len({(output.device, output.dtype) for output in outputs}) == 1
+        self.fits = alike and all(self._split(output) is not None for output in outputs)
         self.width = sum(output.numel() for output in outputs) // samples
         """outputs per sample"""
 
@@ -51,6 +54,11 @@ class Layout:
             found.append(part.reshape(moved).movedim(0, axis).reshape(output.shape).to(output.dtype))
         return found
 
+    def axis(self, output: Tensor) -> int:
+        """The dimension of an output along which samples are found."""
+        split = self._split(output)
+        return 0 if split is None or len(split[0]) > output.ndim else split[1]
+
     def _samples_first(self, tensor: Tensor) -> Tensor:
         split = self._split(tensor)
         assert split is not None
@@ -69,7 +77,7 @@ class Layout:
 
 
 class Factor(NamedTuple):
-    """A_b for all samples at once, `columns(k)` being column k of every A_b; S_b = A_b diag(signs_b) A_b^T."""
+    """A_b for all samples at once, `columns[k]` being column k of every A_b; S_b = A_b diag(signs_b) A_b^T."""
 
     columns: Tensor
     """rank x samples x width"""
@@ -87,7 +95,7 @@ def dense_factor(layout: Layout, product: Product, like: Tensor) -> Factor | Non
     if not _agree(layout.rows(product(layout.tensors(vector))), expected):
         return None
     # a loss scaled by 1e-9 is no reason to lose digits
-    blocks = blocks.double() if like.device.type != "mps" else blocks
+    blocks = blocks.cpu().double()
     values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
     order = values.abs().argsort(dim=1, descending=True)
     values = values.gather(1, order)
@@ -95,7 +103,7 @@ def dense_factor(layout: Layout, product: Product, like: Tensor) -> Factor | Non
     size = values.abs().max()
     rank = max(1, int((values.abs() > 10 * torch.finfo(like.dtype).eps * size).any(dim=0).sum().item()))
     columns = (vectors * values.abs().sqrt().unsqueeze(1))[:, :, :rank].permute(2, 0, 1)
-    return Factor(columns.to(like.dtype), values[:, :rank].sign())
+    return Factor(columns.to(like), values[:, :rank].sign())
 
 
 def _everywhere(layout: Layout, unit: Tensor) -> list[Tensor]:
@@ -109,7 +117,7 @@ class Sketch(NamedTuple):
     draw: Callable[[torch.Generator], list[Tensor]]
 
 
-def sketch(outputs: Sequence[Tensor], product: Product) -> Sketch | None:
+def sketch(layout: Layout, outputs: Sequence[Tensor], product: Product) -> Sketch | None:
     """Each output on its own has a diagonal or a softmax curvature; None where one has neither, or they interact."""
     outputs = [output.detach() for output in outputs]
     vectors = [_normal(output) for output in outputs]
@@ -124,7 +132,7 @@ def sketch(outputs: Sequence[Tensor], product: Product) -> Sketch | None:
         image = alone(vector)
         if not _agree(image, together[i]):
             return None
-        form = _diagonal(output, vector, image, alone) or _softmax(output, vector, image)
+        form = _diagonal(output, vector, image, alone) or _softmax(layout, output, vector, image)
         if form is None:
             return None
         forms.append(form[0])
@@ -147,9 +155,10 @@ def _diagonal(output: Tensor, vector: Tensor, image: Tensor, product: Callable[[
     return "an elementwise loss", lambda signs: root * signs
 
 
-def _softmax(output: Tensor, vector: Tensor, image: Tensor) -> Root | None:
-    """a (diag p - p p^T) along the second or the last dimension."""
-    found = (_softmax_along(dim, output, vector, image) for dim in dict.fromkeys((1 % output.ndim, output.ndim - 1)))
+def _softmax(layout: Layout, output: Tensor, vector: Tensor, image: Tensor) -> Root | None:
+    """a (diag p - p p^T) along the second or the last dimension, but never over the samples."""
+    dims = [dim for dim in dict.fromkeys((1 % output.ndim, output.ndim - 1)) if dim != layout.axis(output)]
+    found = (_softmax_along(dim, output, vector, image) for dim in dims)
     return next((root for root in found if root is not None), None)
 
 
@@ -169,10 +178,7 @@ def _softmax_along(dim: int, output: Tensor, vector: Tensor, image: Tensor) -> R
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
-    difference, size = (
-        torch.linalg.vector_norm(x.double() if x.device.type != "mps" else x) for x in (one - other, one)
-    )
-    return bool(difference <= TOLERANCE * size)
+    return norm_squared(one - other) <= TOLERANCE**2 * norm_squared(one)
 
 
 def _normal(like: Tensor) -> Tensor:
@@ -184,4 +190,4 @@ def _normal(like: Tensor) -> Tensor:
 def _rademacher(like: Tensor, generator: torch.Generator) -> Tensor:
     """Drawn on the CPU: the same seed means the same vectors on every device."""
     bits = torch.randint(2, like.shape, generator=generator, device="cpu", dtype=torch.int8)
-    return bits.mul_(2).sub_(1).to(dtype=like.dtype, device=like.device)
+    return bits.mul_(2).sub_(1).to(like.device).to(like.dtype)

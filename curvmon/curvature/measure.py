@@ -34,9 +34,10 @@ def measure(
     R(v, w) = ‖H[v, w]‖_F with H[v, w] = d²L / de_v de_w, e_v an additive perturbation of the output of layer v that
     all samples share; see `Measurement` for the other three. Works on any model: nothing has to be cut up.
 
-    Cost: a few tens of Hessian-vector products per node, and memory for the same number of vectors as large as all
-    the nodes' outputs (for one sample) together; no d_v x d_w matrix is ever stored. The model, its gradients and all
-    random states are exactly as before afterwards. It is measured in eval mode, without autocast.
+    Cost: a piecewise-linear network takes as many backward passes as it has outputs per sample, two products, and is
+    exact; others about a dozen Hessian-vector products per node more (docs/speed.md). Memory is two to three times that
+    of a training step; no d_v x d_w matrix is ever stored. The model, its gradients and all random states are exactly
+    as before afterwards. It is measured in eval mode, without autocast.
 
     Args:
         model: any module.
@@ -47,9 +48,10 @@ def measure(
         output: name of the module whose output is the prediction, "" for the model itself. None: what enters a torch
             loss function. Needed for gn_gap alone.
         batch_dim: the dimension that counts samples in the nodes' outputs.
-        rtol: stop when the standard errors are below this share of their values: half of it for R, so that D is too
-            unless its spectral norm is not settled (a note says so); for a gap below rtol, below rtol².
-        max_hvps: stop before this many products with H or its Gauss-Newton part.
+        rtol: stop when the standard errors of R, C and the gap are below this share of their values; for a gap below
+            rtol, below rtol². Where that of D is not below twice as much, a note says so.
+        max_hvps: stop before this many products with H or its Gauss-Newton part. The backward passes that give the
+            Gauss-Newton factors are not counted; `notes` has their number.
         seed: of the probes; the same seed gives the same numbers. The model's own noise is always the same.
 
     Example:
@@ -77,24 +79,18 @@ def measure(
             generator=generator,
             known=known,
         ).run()
-    checked: list[str] = []
-    if session.operator.custom_functions:
-        checked = recheck(
-            model,
-            batch,
-            loss=loss,
-            nodes=nodes,
-            output=output,
-            batch_dim=batch_dim,
-            functions=session.operator.custom_functions,
-        )
+    names, value, functions = session.names, session.loss, session.operator.custom_functions
+    notes = [*session.notes, *known.notes]
+    del session, known  # they hold the graph and the factors; another graph may follow
+    if functions:
+        notes += recheck(model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, functions=functions)
     matrices = estimate.matrices
     return Measurement(
-        nodes=session.names,
+        nodes=names,
         **matrices.values(),
         stderr=matrices.errors(),
-        loss=session.loss,
+        loss=value,
         hvps=estimate.hvps,
         seconds=time.perf_counter() - start,
-        notes=(*session.notes, *checked, *known.notes, *matrices.notes(), *estimate.notes),
+        notes=(*notes, *matrices.notes(), *estimate.notes),
     )

@@ -6,7 +6,8 @@
     GN[:, w] z = J^T S J_w z                                the loss's own curvature at the output, one more pass
 
 with J_v = d out / d e_v and S = d²L / d out²; H = GN + T. T comes out by itself, not as a difference: where no layer
-bends, it is exactly zero. Nothing is stored that is larger than the nodes themselves.
+bends, it is exactly zero. (If part of the loss bypasses `out`, H is differentiated whole.) Nothing is stored that is
+larger than the nodes themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from curvmon.curvature.autograd import custom_functions, differentiate, has_convolutions, product
+from curvmon.curvature.autograd import bypassed, custom_functions, differentiate, has_convolutions, product
 from curvmon.curvature.taps import TappedGraph
 from curvmon.errors import LossError, NonFiniteError
 
@@ -49,7 +50,6 @@ class BlockOperator(Protocol):
 
     templates: Sequence[Tensor]
     """a tensor per node with d_v entries, for its dtype and device"""
-    has_gauss_newton: bool
     price: int
     """products per column"""
 
@@ -78,14 +78,14 @@ class GraphOperator:
         self.unexplained = self._unexplained()
         self.has_gauss_newton = self.unexplained < NEGLECTED
         eps = max(torch.finfo(tap.dtype).eps for tap in graph.taps)
-        self.splits = self.unexplained < 100 * eps
+        self.splits = self.unexplained < 100 * eps and not bypassed(graph.loss, graph.taps, graph.output_taps)
         """H = J^T S J + d(J^T c), exactly; otherwise part of the loss bypasses the outputs, and H is taken whole"""
         if self.splits:
             self._slopes = self._pullbacks
         else:
             self._slopes = differentiate([graph.loss], graph.taps, create_graph=True)
         self.price = 2 if self.has_gauss_newton else 1
-        small = max(tapped.numel() for tapped in graph.tapped) <= BATCHED_ENTRIES
+        small = max(x.numel() for x in (*graph.tapped, *graph.outputs)) <= BATCHED_ENTRIES
         self._batches = small and not has_convolutions([graph.loss])
         known = (*self._slopes, *self._output_gradients)
         self.custom_functions = custom_functions([graph.loss, *(g for g in known if g is not None)])
@@ -151,10 +151,11 @@ class GraphOperator:
         if self._batches and z.shape[1] > 1:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("error")  # an operation that vmap would run in a slow loop of its own
+                    # an operation that vmap would run in a slow loop of its own
+                    warnings.filterwarnings("error", message=".*batching rule.*")
                     parts = [image(rows, True) for rows in torch.split(z.T, LARGEST_BATCH)]
-                return _stacked([[_flat(x) for x in columns] for columns in zip(*parts)], z.shape[1])
-            except (RuntimeError, UserWarning):
+                return _stacked([[_as_columns(x) for x in columns] for columns in zip(*parts)], z.shape[1])
+            except (RuntimeError, Warning):
                 self._batches = False
         images = [image(column, False) for column in z.unbind(1)]
         return _stacked([[_one(x) for x in columns] for columns in zip(*images)], z.shape[1])
@@ -170,7 +171,7 @@ def norm_squared(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(precise(x)).item()) ** 2
 
 
-def _flat(batch: Columns | None) -> Columns | None:
+def _as_columns(batch: Columns | None) -> Columns | None:
     """Rows of several products as columns."""
     return None if batch is None else [image.flatten(1).T for image in batch]
 

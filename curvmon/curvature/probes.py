@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.operators import BlockOperator, Products, precise
 from curvmon.curvature.subspace import SharedBasis
 
@@ -25,29 +26,14 @@ Part = Literal["hessian", "gauss_newton", "remainder"]
 PARTS: tuple[Part, ...] = ("hessian", "gauss_newton", "remainder")
 Term = tuple[float, Part, int, int]
 """(slope, part, v, w): slope times ‖P_v A P_w‖_F² for A = part"""
-# Student's t at 97.5 % over 1.96, for one to four degrees of freedom; a series takes over from five.
-_STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
+
+KEPT_IMAGES = 16
+"""Of this many probes at a node, and the batch that reaches it, the images are kept."""
 
 
 def gaussian(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Independent normal entries (d x count). Drawn on the CPU: the same seed means the same probes on every device."""
     return torch.randn(like.numel(), count, generator=generator, device="cpu").to(dtype=like.dtype, device=like.device)
-
-
-def small_sample_factor(freedom: int) -> float:
-    """What to multiply a standard error with so that ± 1.96 of it covers 95 % although it comes from few probes."""
-    if freedom < 1:
-        return math.inf
-    if freedom <= len(_STUDENT):
-        return _STUDENT[freedom - 1]
-    z, n = 1.959964, float(freedom)
-    # Cornish-Fisher expansion of the quantile in 1/n
-    terms = (
-        (z**2 + 1) / (4 * n),
-        (5 * z**4 + 16 * z**2 + 3) / (96 * n**2),
-        (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / (384 * n**3),
-    )
-    return 1 + sum(terms)
 
 
 class RestSamples:
@@ -76,7 +62,7 @@ class RestSamples:
 
     def directions(self) -> dict[int, tuple[Tensor, list[Products]]]:
         """The probes as unit vectors, with their images: what they know of the leading directions counts as well."""
-        return {w: (self._probes[w], images) for w, images in self._images.items()}
+        return {w: (self._probes[w][:, : _width(images)], images) for w, images in self._images.items()}
 
     def room(self, w: int) -> int:
         """How many more probes there can be at w before they span all that the basis does not."""
@@ -91,7 +77,8 @@ class RestSamples:
         if directions.shape[1] == 0:
             return 0
         images = self._operator.columns(w, directions)
-        self._images[w].append(images)
+        if self.count(w) < KEPT_IMAGES:
+            self._images[w].append(images)
         for v in self._rows:
             self._put(w, v, "hessian", images.hessian(v))
             if images.gauss_newton is not None:
@@ -169,7 +156,7 @@ class RestSamples:
         if overall == 0 or math.isinf(overall):
             return overall
         # degrees of freedom of a sum of variances that are known from few probes each (Welch and Satterthwaite)
-        freedom = overall**2 / sum(s**2 / (self.count(at) - 1) for at, s in variances.items() if s)
+        freedom = 1 / sum((s / overall) ** 2 / (self.count(at) - 1) for at, s in variances.items() if s)
         return math.sqrt(overall) * small_sample_factor(int(freedom))
 
     def _variance(self, at: int, matrices: Sequence[Tensor], size: float) -> float:
@@ -185,6 +172,10 @@ class RestSamples:
         population = 1 - self.count(at) / self._dimension(at)
         deviation = math.sqrt(2 * population / self.count(at) * _mean_square_off_diagonal(matrices))
         return (deviation / (1 - min(deviation / size, 0.8))) ** 2 if size else 0.0
+
+
+def _width(images: Sequence[Products]) -> int:
+    return sum(image.remainder[0].shape[1] for image in images)
 
 
 def _mean_square_off_diagonal(matrices: Sequence[Tensor]) -> float:

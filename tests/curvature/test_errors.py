@@ -131,7 +131,7 @@ def test_a_batch_dimension_that_does_not_exist(run: Any, model: nn.Module, batch
         ({"rtol": "x"}, "rtol must be positive"),
         ({"rtol": -0.1}, "rtol must be positive"),
         ({"max_hvps": float("inf")}, "max_hvps must be an integer"),
-        ({"max_hvps": 3}, "max_hvps=3 is too few for 2 nodes"),
+        ({"max_hvps": 3}, "max_hvps=3 is too few: at least 12"),
         ({"seed": None}, "seed must be an integer"),
         ({"seed": 2**70}, "seed must be in"),
         ({"loss": 3}, "loss must be a callable"),
@@ -187,57 +187,6 @@ def test_a_function_that_is_differentiable_once(run: Any, residual: bool, model:
         run(model, batch, loss=loss, nodes=["0"])
     behind = run(model, batch, loss=loss, nodes=["4"])
     assert behind.resonance.item() > 0
-
-
-class Detached(torch.autograd.Function):
-    """exp whose backward hides that it depends on x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.x = x.detach()
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.x.exp()
-
-
-class Saved(torch.autograd.Function):
-    """exp as it should be."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].exp()
-
-
-@both
-@pytest.mark.parametrize(
-    ("function", "verdict"),
-    [(Detached, "suspect: a Hessian-vector product is off by"), (Saved, "(Saved): agree with finite differences")],
-)
-def test_custom_functions_are_checked_by_finite_differences(
-    run: Any, function: Any, verdict: str, model: nn.Sequential, batch: Batch
-) -> None:
-    def loss(m: Any, b: Batch) -> Tensor:
-        return F.cross_entropy(m[4](function.apply(m[2](F.relu(m[0](b[0]))))), b[1])
-
-    found = run(model, batch, loss=loss, nodes=["0", "2"])
-    assert any(verdict in note for note in found.notes), found.notes
-
-
-def test_a_custom_function_for_single_precision_only(model: nn.Sequential, batch: Batch) -> None:
-    def loss(m: Any, b: Batch) -> Tensor:
-        h = m[0](b[0])
-        assert h.dtype == torch.float32
-        return F.cross_entropy(m[4](Saved.apply(h)), b[1])
-
-    found = curvmon.measure(model, batch, loss=loss, nodes=["0"])
-    assert any("(Saved): not checked in double precision (AssertionError)" in note for note in found.notes)
 
 
 def test_ctc_has_no_double_backward(model: nn.Module) -> None:

@@ -148,7 +148,9 @@ def test_random_cotangents_have_the_curvature_of_the_loss(form: str, loss: Loss,
         relu_net(MANY), x, loss=loss, nodes=["0"], output=None, batch_dim=0, dtype=torch.float64
     ) as session:
         operator = session.operator
-        found = losses.sketch(operator.graph.outputs, operator.curved)
+        found = losses.sketch(
+            losses.Layout(operator.graph.outputs, SAMPLES, 0), operator.graph.outputs, operator.curved
+        )
         assert found is not None and form in found.form
         out = operator.graph.outputs[0]
         units = torch.eye(out.numel(), dtype=torch.float64)[:60]
@@ -174,7 +176,7 @@ def test_sketches_are_unbiased_and_know_their_error(x: Tensor) -> None:
         for run in runs
         for metric in ("resonance", "stable_rank")
     ]
-    assert 0.9 <= torch.stack(inside).float().mean() <= 1.0
+    assert torch.stack(inside).float().mean() >= 0.9
 
 
 def test_more_sketches_for_a_smaller_tolerance(x: Tensor) -> None:
@@ -236,6 +238,81 @@ def test_samples_that_interact_are_noticed(outputs: int, x: Tensor) -> None:
     assert abs(found.resonance - truth.resonance).item() <= 4 * found.stderr["resonance"].item()
 
 
+class TwoViews(nn.Module):
+    """Sample i sees sample i + B/2 and no other."""
+
+    def __init__(self, outputs: int, strength: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.strength = strength
+        self.first, self.last = nn.Linear(6, 20), nn.Linear(20, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        return self.last(x + self.strength * x.roll(len(x) // 2, 0))
+
+
+@pytest.mark.parametrize("outputs", [OUTPUTS, MANY])
+@pytest.mark.parametrize("strength", [0.5, 1e-3])
+def test_two_views_that_interact_are_noticed(outputs: int, strength: float, x: Tensor) -> None:
+    options: dict[str, Any] = {"loss": lambda m, x: F.cross_entropy(m(x), CLASSES), "nodes": ["first"]}
+    found = curvmon.measure(TwoViews(outputs, strength), x, **options)
+    assert any("samples interact" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("run", [curvmon.measure, curvmon.exact], ids=["measure", "exact"])
+def test_a_term_without_gradient_still_has_curvature(run: Any, x: Tensor) -> None:
+    """A penalty at its minimum bypasses the output and has no gradient: H holds it all the same."""
+    model = relu_net()
+    nn.init.zeros_(model[2].weight)
+    nn.init.zeros_(model[2].bias)
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        h = m[2](F.relu(m[0](x)))
+        return F.cross_entropy(m[4](F.relu(h)), CLASSES) + 10 * h.square().sum(1).mean()
+
+    found = run(model, x, loss=loss, nodes=["2"])
+    assert found.resonance.item() == pytest.approx(20 * math.sqrt(30), rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_branches_that_see_orthogonal_outputs(seed: int, x: Tensor) -> None:
+    """GN[a, b] = 0 up to rounding, although both branches have curvature."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.a, self.b = nn.Linear(6, 4), nn.Linear(6, 4)
+            self.register_buffer("q", torch.linalg.qr(torch.randn(8, 8)).Q)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) @ self.q[:4] + self.b(x) @ self.q[4:]
+
+    found = curvmon.measure(
+        Branches(), x, loss=lambda m, x: F.mse_loss(m(x), drawn(SAMPLES, 8).to(x)), nodes=["a", "b"]
+    )
+    assert found.resonance[0, 1] <= 1e-6 * found.resonance[0, 0]
+
+
+@pytest.mark.parametrize("samples", [4, 8])
+def test_sketched_pairs_of_flat_and_curved_nodes_cover_the_truth(samples: int, x: Tensor) -> None:
+    """The basis must not come from the sketch that then estimates the rest."""
+    x = x[:samples]
+    options: dict[str, Any] = {
+        "loss": lambda m, x: F.cross_entropy(m(x), CLASSES[: len(x)]),
+        "nodes": ["0", "3"],
+    }
+    truth = curvmon.exact(smooth_net(MANY), x, **options)
+    z = []
+    for seed in range(40):
+        found = curvmon.measure(smooth_net(MANY), x, **options, max_hvps=40, seed=seed)
+        z.append(((found.resonance - truth.resonance) / found.stderr["resonance"])[[0, 0, 1], [0, 1, 1]])
+    z = torch.stack(z)
+    assert (z.abs() <= 1.96).float().mean() >= 0.88
+    assert (z.mean(0).abs() < 0.7).all()  # six standard errors of the mean of forty
+
+
 def test_a_loss_without_a_factor_is_measured_all_the_same(x: Tensor) -> None:
     """Samples that interact in the loss, with many outputs: neither diagonal nor softmax."""
 
@@ -245,7 +322,7 @@ def test_a_loss_without_a_factor_is_measured_all_the_same(x: Tensor) -> None:
 
     options: dict[str, Any] = {"loss": loss, "nodes": ["0", "2"], "output": ""}
     found, truth = (run(smooth_net(MANY), x, **options) for run in (curvmon.measure, curvmon.exact))
-    assert any("no factor, or samples interact" in note for note in found.notes)
+    assert any("the loss has no factor" in note for note in found.notes)
     assert ((found.resonance - truth.resonance).abs() <= 4 * found.stderr["resonance"]).all()
 
 
@@ -272,6 +349,9 @@ def test_nodes_behind_which_nothing_bends_need_no_probes(x: Tensor) -> None:
 
 def test_batched_products_are_the_same(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"loss": LOSSES["cross-entropy"], "nodes": ["0", "2"]}
+    with open_session(smooth_net(), x, **options, output=None, batch_dim=0, dtype=None) as session:
+        session.operator.columns(0, torch.randn(30, 4))
+        assert session.operator._batches  # and vmap has not given up
     batched = curvmon.exact(smooth_net(), x, **options)
     monkeypatch.setattr(operators, "BATCHED_ENTRIES", 0)
     one_by_one = curvmon.exact(smooth_net(), x, **options)
@@ -287,6 +367,14 @@ def test_leading_pair_of_a_large_matrix() -> None:
         vector, value = leading_pair(matrix)
         assert value == pytest.approx(torch.linalg.matrix_norm(matrix, 2).item(), rel=1e-7)
         assert torch.linalg.vector_norm(matrix.T @ vector).item() == pytest.approx(value, rel=1e-7)
+
+
+def test_leading_pair_of_a_matrix_that_is_blind_to_its_first_columns() -> None:
+    matrix = torch.zeros(100, 100, dtype=torch.float64)
+    matrix[:, 50:] = torch.randn(100, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    vector, value = leading_pair(matrix)
+    assert value == pytest.approx(torch.linalg.matrix_norm(matrix, 2).item(), rel=1e-7)
+    assert torch.isfinite(vector).all()
 
 
 def test_few_outputs_are_exact_and_many_are_not(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
