@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from curvmon.curvature.session import open_session
 from curvmon.curvature.taps import TappedGraph
+from curvmon.types import METRICS
 
 PROBES, POWER_STEPS, GAP_PROBES = 30, 20, 30
-METRICS = ("resonance", "coupling", "stable_rank", "gn_gap")
 
 
 class Protocol(NamedTuple):

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from curvmon.curvature.operators import GraphOperator
 from curvmon.curvature.session import open_session
 
-METRICS = ("resonance", "coupling", "stable_rank", "gn_gap")
-
 
 def reference(
     model: nn.Module,

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 import curvmon
 from benchmarks import memory
 from benchmarks.networks import Decoder, ResidualGELU, classification_loss, next_token_loss
-from benchmarks.papers_protocol import METRICS, papers_protocol, seconds_of_protocol
+from benchmarks.papers_protocol import papers_protocol, seconds_of_protocol
 from benchmarks.reference import reference
 from benchmarks.resnet18 import NODES, batch
 from curvmon.curvature.gauss_newton import examine
 from curvmon.curvature.session import open_session
+from curvmon.types import METRICS
 from tests.resnet import resnet18
 
 Lines = list[str]
@@ -113,15 +114,14 @@ def resnet_silu(data: Path | None) -> Lines:
     unit = statistics.median(setting.passes())
     protocol = papers_protocol(setting.model, setting.batch, loss=setting.loss, nodes=NODES)
     against = protocol.seconds / statistics.median([unit, *setting.passes()])
-    report = print
-    truth = reference(setting.model, setting.batch, loss=setting.loss, nodes=NODES, at=range(4), report=report)
+    truth = reference(setting.model, setting.batch, loss=setting.loss, nodes=NODES, at=range(4), report=print)
     curved = _pairs(range(4))
     ours = [statistics.mean(_mean_error(m, truth, metric, curved) for m, _ in runs) for metric in METRICS]
     theirs = [_mean_error(protocol, truth, metric, curved) for metric in METRICS]
     flat = [pair for pair in _pairs(range(5)) if pair not in curved]
     exact = runs[0][0]
     on_flat = [_mean_error(protocol, exact, metric, flat) for metric in ("resonance", "stable_rank")]
-    everywhere = [(10 * error + 5 * 0.0) / 15 for error in ours]
+    everywhere = [len(curved) / (len(curved) + len(flat)) * error for error in ours]
     return [
         "### ResNet-18, SiLU (CIFAR stem, 32 images, 5 nodes, 15 pairs)",
         "",

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 
 import curvmon
 from benchmarks.networks import Decoder, ResidualGELU, classification_loss, next_token_loss
+from curvmon.types import METRICS
 from tests.resnet import resnet18
-
-METRICS = ("resonance", "coupling", "stable_rank", "gn_gap")
 
 
 def test_six_residual_gelu_blocks_take_72_products() -> None:

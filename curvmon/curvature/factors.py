@@ -72,6 +72,7 @@ class Factors:
         self._outside: dict[int, tuple[int, Tensor]] = {}
         self._roots: dict[int, Tensor] = {}
         self._norms: dict[tuple[int, int], float] = {}
+        self._spectral: dict[tuple[int, int], float] = {}
 
     def norm_squared(self, v: int, w: int) -> float:
         """‖GN[v, w]‖_F²; zero where rounding, or a sketch, makes it negative."""
@@ -166,7 +167,9 @@ class Factors:
 
     def spectral_norm(self, v: int, w: int) -> float:
         """‖GN[v, w]‖_2, from an exact factor: that of L_v^T D L_w, with G_v = L_v L_v^T."""
-        return leading_pair(self._core(v, w))[1]
+        if (v, w) not in self._spectral:
+            self._spectral[v, w] = leading_pair(self._core(v, w))[1]
+        return self._spectral[v, w]
 
     def leading(self, v: int, w: int) -> Tensor:
         """The leading left singular vector of GN[v, w], as a column; that of an estimate of GN if this is a sketch."""
