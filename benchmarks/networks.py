@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.networks import ResidualMLP
+
 
 class DecoderLayer(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
@@ -41,29 +43,9 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-class ResidualGELU(nn.Module):
-    """x + W2 gelu(W1 norm(x)), six times, and a linear head; small enough for dense truth."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.down(F.gelu(self.up(self.norm(x))))
-
-    def __init__(self, inputs: int = 32, width: int = 64, blocks: int = 6, outputs: int = 10) -> None:
-        super().__init__()
-        self.stem = nn.Linear(inputs, width)
-        self.blocks = nn.ModuleList(self.Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def residual_gelu(width: int = 64) -> ResidualMLP:
+    """x + W2 gelu(W1 norm(x)), six times, and a linear head; at this width small enough for dense truth."""
+    return ResidualMLP(inputs=32, width=width, depth=6, classes=10)
 
 
 def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:

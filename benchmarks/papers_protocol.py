@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from curvmon.curvature.autograd import differentiate, product
 from curvmon.curvature.session import open_session
 from curvmon.curvature.taps import TappedGraph
 from curvmon.types import METRICS
@@ -37,34 +38,21 @@ class _Pair:
 
     def __init__(self, graph: TappedGraph) -> None:
         self._graph = graph
-        self._gradients = _grad([graph.loss], graph.taps, create_graph=True)
-        self._at_output = _grad([graph.loss], graph.output_taps, create_graph=True)
+        self._gradients = differentiate([graph.loss], graph.taps, create_graph=True)
+        self._at_output = differentiate([graph.loss], graph.output_taps, create_graph=True)
         self._cotangents = [torch.zeros_like(out, requires_grad=True) for out in graph.outputs]
-        self._pullbacks = _grad(graph.outputs, graph.taps, self._cotangents, create_graph=True)
+        self._pullbacks = differentiate(graph.outputs, graph.taps, self._cotangents, create_graph=True)
         self.products = 0
 
     def hessian(self, v: int, w: int, z: Tensor) -> Tensor:
         self.products += 1
-        return self._zero_if_none(_grad([self._gradients[w]], [self._graph.taps[v]], [z])[0], v)
+        return product([self._gradients[w]], [self._graph.taps[v]], [z])[0]
 
     def gauss_newton(self, v: int, w: int, z: Tensor) -> Tensor:
         self.products += 1
-        tangents = _grad([self._pullbacks[w]], self._cotangents, [z])
-        curved = _grad(self._at_output, self._graph.output_taps, tangents)
-        return self._zero_if_none(_grad(self._graph.outputs, [self._graph.taps[v]], curved)[0], v)
-
-    def _zero_if_none(self, x: Tensor | None, v: int) -> Tensor:
-        return torch.zeros_like(self._graph.taps[v]) if x is None else x
-
-
-def _grad(
-    functions: Sequence[Any], variables: Sequence[Tensor], weights: Sequence[Any] | None = None, **options: bool
-) -> list[Any]:
-    if not any(f.requires_grad for f in functions):
-        return [None] * len(variables)
-    return list(
-        torch.autograd.grad(functions, variables, weights, retain_graph=True, allow_unused=True, **options)  # type: ignore[arg-type]
-    )
+        tangents = product([self._pullbacks[w]], self._cotangents, [z])
+        curved = product(self._at_output, self._graph.output_taps, tangents)
+        return product(self._graph.outputs, [self._graph.taps[v]], curved)[0]
 
 
 def papers_protocol(

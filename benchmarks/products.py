@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
-from benchmarks.networks import Decoder, ResidualGELU, classification_loss, next_token_loss
+from benchmarks.networks import Decoder, classification_loss, next_token_loss, residual_gelu
 from curvmon.curvature.session import open_session
 from tests.resnet import resnet18
 
@@ -73,9 +73,9 @@ class _WithLoss(nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     labels = torch.randint(10, (32,))
-    mlp = ResidualGELU(), (torch.randn(32, 32), labels), classification_loss
+    mlp = residual_gelu(), (torch.randn(32, 32), labels), classification_loss
     compare("residual MLP, width 64, stem", *mlp, "stem")
-    wide = ResidualGELU(width=1024), (torch.randn(32, 32), labels), classification_loss
+    wide = residual_gelu(width=1024), (torch.randn(32, 32), labels), classification_loss
     compare("residual MLP, width 1024, stem", *wide, "stem")
     conv = resnet18(activation=F.silu).eval(), (torch.randn(32, 3, 32, 32), labels), classification_loss
     compare("ResNet-18 SiLU, behind the max-pool", *conv, "maxpool")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import curvmon
 from benchmarks import memory
-from benchmarks.networks import Decoder, ResidualGELU, classification_loss, next_token_loss
+from benchmarks.networks import Decoder, classification_loss, next_token_loss, residual_gelu
 from benchmarks.papers_protocol import papers_protocol, seconds_of_protocol
 from benchmarks.reference import reference
 from benchmarks.resnet18 import NODES, batch
@@ -148,7 +148,7 @@ def gelu() -> Lines:
     nodes = [f"blocks.{i}" for i in range(6)]
     for network in range(3):
         torch.manual_seed(network)
-        setting = Setting(ResidualGELU(), (torch.randn(32, 32), torch.randint(10, (32,))), classification_loss)
+        setting = Setting(residual_gelu(), (torch.randn(32, 32), torch.randint(10, (32,))), classification_loss)
         truth = curvmon.exact(setting.model, setting.batch, loss=setting.loss, nodes=nodes)
         for seed in range(20):
             found, cost = setting.measure(nodes, seed=seed, max_hvps=72)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import curvmon
-from benchmarks.networks import Decoder, ResidualGELU, classification_loss, next_token_loss
+from benchmarks.networks import Decoder, classification_loss, next_token_loss, residual_gelu
 from curvmon.types import METRICS
 from tests.resnet import resnet18
 
@@ -16,7 +16,7 @@ from tests.resnet import resnet18
 def test_six_residual_gelu_blocks_take_72_products() -> None:
     """Mean errors over the pairs with T != 0, and coverage; the papers' protocol spends 2,751 products."""
     torch.manual_seed(0)
-    model, batch = ResidualGELU(), (torch.randn(32, 32), torch.randint(10, (32,)))
+    model, batch = residual_gelu(), (torch.randn(32, 32), torch.randint(10, (32,)))
     options = {"loss": classification_loss, "nodes": ["blocks.*"]}
     truth = curvmon.exact(model, batch, **options)
     errors: dict[str, list[float]] = {metric: [] for metric in METRICS}

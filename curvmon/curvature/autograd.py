@@ -109,20 +109,8 @@ def bypassed(loss: Tensor, variables: Sequence[Tensor], gates: Sequence[Tensor])
 
     A gradient cannot tell: a term may have none here and curvature all the same.
     """
-    wanted, closed = {id(v) for v in variables}, {id(g) for g in gates}
-    queue: list[Any] = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(queue)
-    while queue:
-        children = [child for child, _ in queue.pop().next_functions if child is not None]
-        leaves = {id(getattr(child, "variable", None)) for child in children}
-        if leaves & wanted:
-            return True
-        if leaves & closed:
-            continue
-        fresh = [child for child in children if child not in seen]
-        seen.update(fresh)
-        queue += fresh
-    return False
+    wanted = {id(v) for v in variables}
+    return any(id(getattr(function, "variable", None)) in wanted for function in _reachable([loss], gates))
 
 
 def has_convolutions(tensors: Sequence[Tensor]) -> bool:
@@ -130,13 +118,16 @@ def has_convolutions(tensors: Sequence[Tensor]) -> bool:
     return any("Convolution" in function.name() for function in _reachable(tensors))
 
 
-def _reachable(tensors: Sequence[Tensor]) -> list[Any]:
-    """All nodes of the graph behind some tensors."""
+def _reachable(tensors: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> list[Any]:
+    """All nodes of the graph behind some tensors; what is added to one of the leaves `gates` is left out."""
+    closed = {id(gate) for gate in gates}
     queue: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen = set(queue)
     while queue:
-        for following, _ in queue.pop().next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                queue.append(following)
+        following = [function for function, _ in queue.pop().next_functions if function is not None]
+        if any(id(getattr(function, "variable", None)) in closed for function in following):
+            continue
+        fresh = set(following) - seen
+        seen |= fresh
+        queue += fresh
     return list(seen)

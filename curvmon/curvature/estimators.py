@@ -18,7 +18,8 @@ from curvmon.curvature.assembly import Assembler
 from curvmon.curvature.gauss_newton import NOTHING, Knowledge
 from curvmon.curvature.metrics import Matrices
 from curvmon.curvature.operators import BlockOperator, precise
-from curvmon.curvature.probes import RestSamples, gaussian
+from curvmon.curvature.probes import RestSamples
+from curvmon.curvature.randomness import gaussian
 from curvmon.curvature.subspace import SharedBasis
 from curvmon.errors import InputError
 

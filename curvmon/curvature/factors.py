@@ -11,6 +11,7 @@ with D the signs, all 1 for a convex loss. This holds where samples do not inter
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from torch import Tensor
 from curvmon.curvature.autograd import product
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.operators import Columns, GraphOperator, Products, precise
+from curvmon.curvature.randomness import gaussian
 from curvmon.curvature.taps import TappedGraph
 
 MOST_BYTES = 2**30
@@ -45,9 +47,6 @@ class Cotangents(NamedTuple):
     def note(self) -> str:
         return self.text.format(columns=self.columns)
 
-    def with_columns(self, columns: int) -> Cotangents:
-        return self._replace(columns=columns)
-
 
 class Factors:
     """F_v for every node, as `units` = columns x samples rows of d_v entries, and its Gram matrix.
@@ -58,6 +57,8 @@ class Factors:
     def __init__(self, rows: list[Tensor] | None, grams: list[Tensor], signs: Tensor | None, columns: int) -> None:
         self.rows = rows
         self._grams = grams
+        self._sizes = [torch.linalg.vector_norm(gram).item() for gram in grams]
+        self._pairs = list(itertools.combinations_with_replacement(range(len(grams)), 2))
         self._columns = columns
         self.is_exact = signs is not None
         units = len(grams[0])
@@ -82,27 +83,22 @@ class Factors:
 
     def orthogonality(self, v: int, w: int) -> float:
         """‖G_v‖ ‖G_w‖ / ‖GN[v, w]‖², one at least: how much larger the factors are than what they give."""
-        sizes = [torch.linalg.vector_norm(self._grams[node]).item() for node in (v, w)]
         norm = self.norm_squared(v, w)
-        return max(1.0, sizes[0] * sizes[1] / norm) if norm else math.inf
+        return max(1.0, self._sizes[v] * self._sizes[w] / norm) if norm else math.inf
 
     def sharpen(self) -> None:
         """Gram matrices in double precision throughout, where single precision leaves too little of some norm."""
-        nodes = range(len(self._grams))
-        if self.rows is None or all(self.orthogonality(v, w) < 1e3 for v in nodes for w in nodes[v:]):
+        if self.rows is None or all(self.orthogonality(v, w) < 1e3 for v, w in self._pairs):
             return
         self._grams = [_gram(rows, precisely=True) for rows in self.rows]
         self._norms.clear()
 
     def cancels(self) -> bool:
         """Signs let a norm come out as the small difference of large numbers: it would be mostly rounding."""
-        nodes = range(len(self._grams))
         if not self.is_exact or (self._signs >= 0).all():
             return False
         return any(
-            self.norm_squared(v, w) < 1e-4 * (self._grams[v] * self._grams[w]).sum().item()
-            for v in nodes
-            for w in nodes[v:]
+            self.norm_squared(v, w) < 1e-4 * (self._grams[v] * self._grams[w]).sum().item() for v, w in self._pairs
         )
 
     def rest(self, v: int, w: int, bases: Sequence[Tensor]) -> float:
@@ -145,12 +141,10 @@ class Factors:
         """Largest standard error of any ‖GN[v, w]‖_F, relative to it."""
         if self.is_exact:
             return 0.0
-        nodes = range(len(self._grams))
         whole = [gram.new_zeros((0, 0)) for gram in self._grams]
         errors = [
             self.standard_error([(0.5 / self.norm_squared(v, w), v, w)], whole)
-            for v in nodes
-            for w in nodes[v:]
+            for v, w in self._pairs
             if self.norm_squared(v, w) > 0
         ]
         return max(errors, default=0.0)
@@ -183,14 +177,15 @@ class Factors:
         return self._root(v).T @ (self._signs.unsqueeze(1) * self._root(w))
 
     def _root(self, v: int) -> Tensor:
-        """L_v: eigenvectors of the Gram matrix times the roots of their eigenvalues, largest first, without noise."""
-        if self.rows is not None and self.rows[v].shape[1] <= len(self._grams[v]):
-            strongest = torch.linalg.vector_norm(self.rows[v], dim=0).argsort(descending=True)
-            return self.rows[v][:, strongest].cpu().double()
+        """L_v with G_v = L_v L_v^T, strongest columns first: F_v itself if it is narrow, else from eigenvectors."""
         if v not in self._roots:
-            values, vectors = torch.linalg.eigh(self._grams[v])
-            kept = values > 1e-7 * values[-1]
-            self._roots[v] = (vectors * values.clamp_min(0).sqrt())[:, kept].flip(1)
+            if self.rows is not None and self.rows[v].shape[1] <= len(self._grams[v]):
+                strongest = torch.linalg.vector_norm(self.rows[v], dim=0).argsort(descending=True)
+                self._roots[v] = self.rows[v][:, strongest].cpu().double()
+            else:
+                values, vectors = torch.linalg.eigh(self._grams[v])
+                kept = values > 1e-7 * values[-1]
+                self._roots[v] = (vectors * values.clamp_min(0).sqrt())[:, kept].flip(1)
         return self._roots[v]
 
 
@@ -268,7 +263,7 @@ def leading_pair(matrix: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, float
         return matrix.new_zeros(matrix.shape[0]), 0.0
     generator = torch.Generator("cpu").manual_seed(0)
     # the strongest columns, and in case the matrix is blind to them, random ones
-    random = torch.randn(matrix.shape[1], 4, generator=generator, device="cpu").to(matrix) / math.sqrt(matrix.shape[1])
+    random = gaussian(matrix[0], 4, generator) / math.sqrt(matrix.shape[1])
     block = torch.cat([torch.eye(matrix.shape[1], 8, dtype=matrix.dtype, device=matrix.device), random], dim=1)
     for step in range(12 if min(matrix.shape) > 64 else 0):
         block = torch.linalg.qr(matrix.T @ (matrix @ block)).Q

@@ -17,7 +17,7 @@ from curvmon.curvature.autograd import product
 from curvmon.curvature.factors import Cotangents, FactoredOperator, Factors, build
 from curvmon.curvature.losses import Layout, dense_factor, sketch
 from curvmon.curvature.operators import BlockOperator, Columns, GraphOperator, norm_squared, precise
-from curvmon.curvature.probes import gaussian
+from curvmon.curvature.randomness import gaussian
 
 MOST_COLUMNS = 24
 """outputs per sample up to which factors are exact: one backward pass each"""
@@ -82,7 +82,7 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
             math.ceil(source.columns * (factors.relative_error() / (rtol / 2)) ** 2),
         )
         if wanted > source.columns:
-            source = source.with_columns(wanted)
+            source = source._replace(columns=wanted)
             factors, _ = build(graph, source, batch_dim, probes)
     return Knowledge(factors, flat, 2, [source.note])
 

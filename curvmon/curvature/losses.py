@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from curvmon.curvature.operators import norm_squared
+from curvmon.curvature.randomness import gaussian
 
 Product = Callable[[Sequence[Tensor]], list[Tensor]]
 TOLERANCE = 1e-3
@@ -183,8 +184,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 
 def _normal(like: Tensor) -> Tensor:
     """Normal numbers, always the same: recognising a loss is no place for chance."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    return torch.randn(like.shape, generator=generator, device="cpu").to(dtype=like.dtype, device=like.device)
+    return gaussian(like, 1, torch.Generator("cpu").manual_seed(0)).reshape(like.shape)
 
 
 def _rademacher(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +68,8 @@ def measure(
     """
     start = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
-    with open_session(model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=None) as session:
+    reopen = functools.partial(open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim)
+    with reopen(dtype=None) as session:
         # another stream than the model's own noise, which is seeded as well
         generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
         known = examine(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
@@ -83,7 +85,7 @@ def measure(
     notes = [*session.notes, *known.notes]
     del session, known  # they hold the graph and the factors; another graph may follow
     if functions:
-        notes += recheck(model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, functions=functions)
+        notes += recheck(reopen, functions)
     matrices = estimate.matrices
     return Measurement(
         nodes=names,

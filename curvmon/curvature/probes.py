@@ -20,6 +20,7 @@ from torch import Tensor
 
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.operators import BlockOperator, Products, precise
+from curvmon.curvature.randomness import gaussian
 from curvmon.curvature.subspace import SharedBasis
 
 Part = Literal["hessian", "gauss_newton", "remainder"]
@@ -29,11 +30,6 @@ Term = tuple[float, Part, int, int]
 
 KEPT_IMAGES = 16
 """Of this many probes at a node, and the batch that reaches it, the images are kept."""
-
-
-def gaussian(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Independent normal entries (d x count). Drawn on the CPU: the same seed means the same probes on every device."""
-    return torch.randn(like.numel(), count, generator=generator, device="cpu").to(dtype=like.dtype, device=like.device)
 
 
 class RestSamples:

@@ -1,4 +1,4 @@
-"""The global random generators: saved, seeded, restored."""
+"""The global random generators: saved, seeded, restored; and draws that leave them alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -55,3 +56,8 @@ def _initialized_accelerators() -> list[Any]:
     """Only those that already run: asking a sleeping device for its state would wake it up."""
     accelerators: list[Any] = [torch.cuda, torch.xpu]
     return [module for module in accelerators if module.is_initialized()]
+
+
+def gaussian(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Independent normal entries (d x count). Drawn on the CPU: the same seed means the same probes on every device."""
+    return torch.randn(like.numel(), count, generator=generator, device="cpu").to(dtype=like.dtype, device=like.device)

@@ -7,36 +7,25 @@ double precision: in single precision, the kinks of ReLU between the two points 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvmon.curvature.autograd import differentiate
 from curvmon.curvature.operators import norm_squared
-from curvmon.curvature.session import Loss, Session, open_session
+from curvmon.curvature.session import Session
 
 STEPS = 1e-7, 1e-5
 """relative to the activations; the better of two, one may meet a kink or rounding"""
 TOLERANCE = 1e-3
 
 
-def recheck(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Loss,
-    nodes: Sequence[str] | None,
-    output: str | None,
-    batch_dim: int,
-    functions: Sequence[str],
-) -> list[str]:
+def recheck(reopen: Callable[..., AbstractContextManager[Session]], functions: Sequence[str]) -> list[str]:
     """`check` in a session of its own, in double precision."""
     try:
-        with open_session(
-            model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=torch.float64
-        ) as session:
+        with reopen(dtype=torch.float64) as session:
             return check(session)
     except Exception as error:  # a custom function may take single precision only; the measurement itself stands
         return [

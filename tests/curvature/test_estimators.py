@@ -14,7 +14,8 @@ import curvmon
 from curvmon.curvature.estimators import Estimate, PairEstimator
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.operators import Products
-from curvmon.curvature.probes import RestSamples, gaussian
+from curvmon.curvature.probes import RestSamples
+from curvmon.curvature.randomness import gaussian
 from curvmon.curvature.subspace import SharedBasis
 from tests import cases
 
