@@ -22,6 +22,8 @@ from curvmon.curvature.taps import TappedGraph
 from curvmon.types import METRICS
 
 PROBES, POWER_STEPS, GAP_PROBES = 30, 20, 30
+PLAIN: dict[str, Any] = {"output": None, "batch_dim": 0, "dtype": None, "lean": False}
+"""torch's own operations: what `curvmon.curvature.lean` saves is no part of the papers' protocol"""
 
 
 class Protocol(NamedTuple):
@@ -67,7 +69,7 @@ def papers_protocol(
     """All pairs, or those given by their indices (v, w) with v <= w."""
     start = time.perf_counter()
     torch.manual_seed(seed)
-    with open_session(model, batch, loss=loss, nodes=nodes, output=None, batch_dim=0, dtype=None) as session:
+    with open_session(model, batch, loss=loss, nodes=nodes, **PLAIN) as session:
         pair = _Pair(session.operator.graph)
         taps = session.operator.graph.taps
         n = len(taps)
@@ -87,7 +89,7 @@ def seconds_of_protocol(
 ) -> float:
     """What `papers_protocol` would take: every kind of product of every pair is timed (best of two) and multiplied."""
     total = 0.0
-    with open_session(model, batch, loss=loss, nodes=nodes, output=None, batch_dim=0, dtype=None) as session:
+    with open_session(model, batch, loss=loss, nodes=nodes, **PLAIN) as session:
         pair, taps = _Pair(session.operator.graph), session.operator.graph.taps
         for v, w in itertools.combinations_with_replacement(range(len(taps)), 2):
             z, u = _rademacher(taps[w]), _rademacher(taps[v])

@@ -228,14 +228,25 @@ def _decoder_nodes(count: int) -> list[str]:
     return [every[round(i * 23 / (count - 1))] for i in range(count)]
 
 
+def _medians(rounds: list[list[float]]) -> list[float]:
+    """Of each column; a round takes all sizes in turn, so that a slow moment of the machine does not favour one."""
+    return [statistics.median(column) for column in zip(*rounds)]
+
+
 def scaling(data: Path | None) -> Lines:
     counts = (3, 6, 12, 24)
     resnet = Setting(resnet18(seed=42, cifar_stem=True).eval(), batch(data), classification_loss)
     language = Setting(Decoder(), torch.randint(8192, (8, 129)), next_token_loss)
     rows = {
-        "ResNet-18 ReLU, GN part": [_gauss_newton_passes(resnet, _resnet_nodes(n)) for n in counts],
-        "decoder, GN part": [_gauss_newton_passes(language, _decoder_nodes(n)) for n in counts],
-        "ResNet-18 ReLU, whole measurement": [resnet.measure(_resnet_nodes(n))[1] for n in counts],
+        "ResNet-18 ReLU, GN part (median of 3)": _medians(
+            [[_gauss_newton_passes(resnet, _resnet_nodes(n)) for n in counts] for _ in range(3)]
+        ),
+        "decoder, GN part (median of 3)": _medians(
+            [[_gauss_newton_passes(language, _decoder_nodes(n)) for n in counts] for _ in range(3)]
+        ),
+        "ResNet-18 ReLU, whole measurement (median of 5)": _medians(
+            [[resnet.measure(_resnet_nodes(n))[1] for n in counts] for _ in range(5)]
+        ),
     }
     lines = [
         "### Growth with the number of nodes (passes)",

@@ -84,13 +84,13 @@ def test_a_language_model_gets_its_gauss_newton_part_from_a_sketch() -> None:
         assert (z.triu(1) if metric == "coupling" else z).max() < 4, metric
 
 
-def test_a_silu_resnet_stays_within_sixty_products() -> None:
-    """Four of five nodes have T != 0; flat spectra take no more than that."""
+def test_a_silu_resnet_stays_within_75_products() -> None:
+    """Four of five nodes have T != 0; at flat spectra they take 12 directions and 5 probes or a few more."""
     torch.manual_seed(0)
     model = resnet18(activation=F.silu).eval()
     batch = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
     nodes = ["maxpool", "layer1", "layer2", "layer3", "layer4"]
     found = curvmon.measure(model, batch, loss=classification_loss, nodes=nodes)
-    assert found.hvps <= 60
+    assert found.hvps <= 75
     # in front of a linear head: exact
     assert (found.stderr["resonance"][4] < 1e-4 * found.resonance[4]).all()

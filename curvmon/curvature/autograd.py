@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvmon.curvature.lean import is_ours
 from curvmon.errors import DoubleBackwardError, LossError
 
 
@@ -94,7 +95,7 @@ def custom_functions(tensors: Sequence[Tensor]) -> list[str]:
     names, ends = set(), False
     for function in _reachable(tensors):
         ends |= function.name() == "torch::autograd::Error"
-        if isinstance(function, torch.autograd.function.BackwardCFunction):
+        if isinstance(function, torch.autograd.function.BackwardCFunction) and not is_ours(function):
             names.add(type(function).__name__.removesuffix("Backward"))
     if ends:
         raise _no_double_backward(

@@ -27,8 +27,8 @@ from curvmon.errors import InputError
 SMALL_NODE = 12
 FEWEST_PROBES, FIRST_PROBES = 3, 5
 LANCZOS_STEPS = 6
-BASIS_SIZE = 8
-"""directions per node without `max_hvps`, at the default tolerance; more for a smaller one"""
+BASIS_SIZE = {1: 12, 2: 8}
+"""directions per node without `max_hvps` if each costs one product or two; more for a tolerance below 5 %"""
 PRODUCTS_PER_NODE = 400
 """Limit without `max_hvps`; 5 % needs it only for blocks whose rest is dominated by very few directions."""
 
@@ -142,7 +142,7 @@ class PairEstimator:
     def _basis_budget(self) -> int:
         """Products for the bases: what the first probes leave, at least half; without a limit, `BASIS_SIZE` each."""
         if not self._limited_by_user:
-            size = math.ceil(BASIS_SIZE * max(1.0, math.sqrt(0.05 / self._rtol)))
+            size = math.ceil(BASIS_SIZE[self._price] * max(1.0, math.sqrt(0.05 / self._rtol)))
             return self._known.spent + size * self._n * self._price
         per_probe = len(self._open_nodes()) * self._price
         ceiling = max(self._limit // 2, self._limit - FIRST_PROBES * per_probe)

@@ -27,8 +27,10 @@ from curvmon.curvature.taps import TappedGraph
 
 MOST_BYTES = 2**30
 """Factors of all nodes together take no more than this; if they do not fit, nodes are taken in turns, and not kept."""
-CHUNK = 2**14
-"""rows of a factor that enter a Gram matrix at a time"""
+CHUNK = 2**13
+"""entries of a node that enter a Gram matrix at a time"""
+SMALL_PIECE = 2**16
+"""numbers in a column of a factor up to which the columns are put together: copying a large one costs time"""
 
 
 class Cotangents(NamedTuple):
@@ -43,18 +45,68 @@ class Cotangents(NamedTuple):
     text: str
     column: Callable[[int], list[Tensor]]
 
+    def scaled(self, k: int) -> list[Tensor]:
+        """`column(k)`, such that GN is a sum over columns and not a mean."""
+        return self.column(k) if self.signs is not None else [c * self.columns**-0.5 for c in self.column(k)]
+
     @property
     def note(self) -> str:
         return self.text.format(columns=self.columns)
 
 
+class Rows:
+    """F_v^T, units x d_v with unit k B + b for column k of sample b: as the backward passes left it, in pieces."""
+
+    def __init__(self, pieces: list[Tensor]) -> None:
+        self._pieces = [torch.cat(pieces)] if pieces[0].numel() <= SMALL_PIECE else pieces
+        self.units, self.width = sum(len(piece) for piece in pieces), pieces[0].shape[1]
+
+    def __matmul__(self, z: Tensor) -> Tensor:
+        """F_v^T z for the columns of z."""
+        return torch.cat([piece @ z.to(piece) for piece in self._pieces])
+
+    def transposed(self, coefficients: Tensor) -> Tensor:
+        """F_v c for the columns of c."""
+        parts = torch.split(coefficients, [len(piece) for piece in self._pieces])
+        total = self._pieces[0].T @ parts[0].to(self._pieces[0])
+        for piece, part in zip(self._pieces[1:], parts[1:]):
+            total.addmm_(piece.T, part.to(piece))
+        return total
+
+    def column(self, k: int, samples: int) -> Tensor:
+        """What the k-th backward pass gave, samples x d_v."""
+        if len(self._pieces) > 1:
+            return self._pieces[k]
+        return self._pieces[0][k * samples : (k + 1) * samples]
+
+    def whole(self) -> Tensor:
+        return torch.cat(self._pieces)
+
+    def gram(self, precisely: bool = False) -> Tensor:
+        """F_v^T F_v, in chunks, because sums of many terms belong in double precision; and one half of it only."""
+        total = precise(self._pieces[0].new_zeros((self.units, self.units)))
+        step = max(48, -(-self.units // 3))
+        room = self._pieces[0].new_empty((self.units, min(CHUNK, self.width)))
+        for start in range(0, self.width, CHUNK):
+            stop = min(start + CHUNK, self.width)
+            chunk = room[:, : stop - start]
+            for piece, at in zip(self._pieces, torch.split(chunk, [len(piece) for piece in self._pieces])):
+                at.copy_(piece[:, start:stop])
+            chunk = precise(chunk) if precisely else chunk
+            for top in range(0, self.units, step):
+                stop = min(top + step, self.units)
+                total[top:stop, :stop] += chunk[top:stop] @ chunk[:stop].T
+        lower = total.cpu().double()
+        return lower.tril() + lower.tril(-1).T
+
+
 class Factors:
-    """F_v for every node, as `units` = columns x samples rows of d_v entries, and its Gram matrix.
+    """F_v for every node, and its Gram matrix.
 
     `rows` is None where they would not fit into memory: then only norms of whole blocks are known.
     """
 
-    def __init__(self, rows: list[Tensor] | None, grams: list[Tensor], signs: Tensor | None, columns: int) -> None:
+    def __init__(self, rows: list[Rows] | None, grams: list[Tensor], signs: Tensor | None, columns: int) -> None:
         self.rows = rows
         self._grams = grams
         self._sizes = [torch.linalg.vector_norm(gram).item() for gram in grams]
@@ -90,7 +142,7 @@ class Factors:
         """Gram matrices in double precision throughout, where single precision leaves too little of some norm."""
         if self.rows is None or all(self.orthogonality(v, w) < 1e3 for v, w in self._pairs):
             return
-        self._grams = [_gram(rows, precisely=True) for rows in self.rows]
+        self._grams = [rows.gram(precisely=True) for rows in self.rows]
         self._norms.clear()
 
     def cancels(self) -> bool:
@@ -156,32 +208,35 @@ class Factors:
     def product(self, w: int, z: Tensor) -> Columns:
         """GN[:, w] z for the columns of z, from an exact factor."""
         assert self.rows is not None
-        coefficients = (self.rows[w] @ z.to(self.rows[w].dtype)) * self._signs.to(z).unsqueeze(1)
-        return [rows.T @ coefficients.to(rows) for rows in self.rows]
+        coefficients = (self.rows[w] @ z) * self._signs.to(z).unsqueeze(1)
+        return [rows.transposed(coefficients) for rows in self.rows]
 
     def spectral_norm(self, v: int, w: int) -> float:
-        """‖GN[v, w]‖_2, from an exact factor: that of L_v^T D L_w, with G_v = L_v L_v^T."""
+        """‖GN[v, w]‖_2, from an exact factor: that of L_v^T D L_w, with G_v = L_v L_v^T; a row of pairs at a time."""
         if (v, w) not in self._spectral:
-            self._spectral[v, w] = leading_pair(self._core(v, w))[1]
+            others = range(v, len(self._grams)) if w >= v else [w]
+            roots = [self._signs.unsqueeze(1) * self._root(other) for other in others]
+            width = max(root.shape[1] for root in roots)
+            padded = torch.stack([torch.nn.functional.pad(root, (0, width - root.shape[1])) for root in roots])
+            norms = leading_pairs(self._root(v), padded)[1].tolist()
+            self._spectral.update({(v, other): norm for other, norm in zip(others, norms)})
         return self._spectral[v, w]
 
     def leading(self, v: int, w: int) -> Tensor:
         """The leading left singular vector of GN[v, w], as a column; that of an estimate of GN if this is a sketch."""
         assert self.rows is not None
-        u, _ = leading_pair(self._core(v, w))
+        u = leading_pairs(self._root(v), (self._signs.unsqueeze(1) * self._root(w)).unsqueeze(0))[0][0]
         root = self._root(v)
         weights = root / root.square().sum(0).clamp_min(torch.finfo(root.dtype).tiny)
-        return self.rows[v].T @ (weights @ u).to(self.rows[v]).unsqueeze(1)
-
-    def _core(self, v: int, w: int) -> Tensor:
-        return self._root(v).T @ (self._signs.unsqueeze(1) * self._root(w))
+        return self.rows[v].transposed((weights @ u).unsqueeze(1))
 
     def _root(self, v: int) -> Tensor:
         """L_v with G_v = L_v L_v^T, strongest columns first: F_v itself if it is narrow, else from eigenvectors."""
         if v not in self._roots:
-            if self.rows is not None and self.rows[v].shape[1] <= len(self._grams[v]):
-                strongest = torch.linalg.vector_norm(self.rows[v], dim=0).argsort(descending=True)
-                self._roots[v] = self.rows[v][:, strongest].cpu().double()
+            if self.rows is not None and self.rows[v].width <= self.rows[v].units:
+                rows = self.rows[v].whole()
+                strongest = torch.linalg.vector_norm(rows, dim=0).argsort(descending=True)
+                self._roots[v] = rows[:, strongest].cpu().double()
             else:
                 values, vectors = torch.linalg.eigh(self._grams[v])
                 kept = values > 1e-7 * values[-1]
@@ -199,13 +254,13 @@ def build(
     """
     nodes = range(len(graph.taps))
     turns = _turns([tap.numel() * source.columns * tap.element_size() for tap in graph.sample_taps])
-    kept: dict[int, Tensor] = {}
+    kept: dict[int, Rows] = {}
     grams: dict[int, Tensor] = {}
     coefficients: dict[int, Tensor] = {}
     for turn in turns:
         for v, rows in _rows(graph, turn, source, batch_dim).items():
-            grams[v] = _gram(rows)
-            coefficients[v] = precise(rows @ probes[v].to(rows).reshape(-1)).cpu()
+            grams[v] = rows.gram()
+            coefficients[v] = precise(rows @ probes[v].reshape(-1)).cpu()
             if len(turns) == 1:
                 kept[v] = rows
     factors = Factors(
@@ -227,54 +282,59 @@ def _turns(sizes: list[int]) -> list[list[int]]:
     return turns
 
 
-def _rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch_dim: int) -> dict[int, Tensor]:
-    """Units x d_v for the given nodes; unit k B + b is column k of sample b."""
+def _rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch_dim: int) -> dict[int, Rows]:
     taps = [graph.sample_taps[v] for v in nodes]
-    rows: dict[int, Tensor] = {}
-    scale = 1.0 if source.signs is not None else source.columns**-0.5
+    pieces: dict[int, list[Tensor]] = {v: [] for v in nodes}
     for k in range(source.columns):
-        for v, gradient in zip(nodes, product(graph.outputs, taps, source.column(k))):
-            flat = gradient.movedim(batch_dim, 0).flatten(1)
-            if v not in rows:
-                rows[v] = flat.new_empty((source.columns, *flat.shape))
-            torch.mul(flat, scale, out=rows[v][k])
-    return {v: stacked.flatten(0, 1) for v, stacked in rows.items()}
+        for v, gradient in zip(nodes, product(graph.outputs, taps, source.scaled(k))):
+            pieces[v].append(gradient.movedim(batch_dim, 0).flatten(1))
+    return {v: Rows(pieces.pop(v)) for v in nodes}
 
 
-def _gram(rows: Tensor, precisely: bool = False) -> Tensor:
-    """In chunks, because sums of many terms belong in double precision; and only one half of the symmetric matrix."""
-    total = precise(rows.new_zeros((len(rows), len(rows))))
-    step = max(48, -(-len(rows) // 6))
-    for chunk in torch.split(rows, CHUNK, dim=1):
-        chunk = precise(chunk) if precisely else chunk
-        for start in range(0, len(rows), step):
-            stop = min(start + step, len(rows))
-            total[start:stop, :stop] += chunk[start:stop] @ chunk[:stop].T
-    lower = total.cpu().double()
-    return lower.tril() + lower.tril(-1).T
+def leading_pairs(left: Tensor, rights: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
+    """For every right in `rights`, the largest singular value of left^T right and its left vector (a row).
 
-
-def leading_pair(matrix: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, float]:
-    """Left singular vector and value, the largest, by subspace iteration: the first columns should be the strongest.
-
-    A residual of 1e-4 leaves an error of its square; where it is not reached soon, a full decomposition takes over.
+    By subspace iteration that begins with the first columns: they should be the strongest. A residual of 1e-4 leaves an
+    error of its square; where it is not reached soon, a full decomposition takes over.
     """
-    if matrix.numel() == 0 or not matrix.any():
-        return matrix.new_zeros(matrix.shape[0]), 0.0
+    many, _, columns = rights.shape
+    vectors, values = left.new_zeros((many, left.shape[1])), left.new_zeros(many)
+    waiting = torch.arange(many, device=left.device)
+    if min(left.shape[1], columns) > 64:
+        best, settled = _iterate(left, rights, tolerance)
+        images = left.T @ (rights @ best.to(rights))
+        values = torch.linalg.vector_norm(images, dim=1).squeeze(1)
+        vectors = images.squeeze(2) / values.unsqueeze(1)
+        waiting = waiting[~settled]
+    for i in waiting.tolist():
+        u, s, _ = torch.linalg.svd(left.T @ rights[i], full_matrices=False)
+        vectors[i], values[i] = (u[:, 0], s[0]) if len(s) and s[0] > 0 else (0.0, 0.0)
+    return vectors, values
+
+
+def _iterate(left: Tensor, rights: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Leading right vectors (unit columns), and which of them have settled.
+
+    A vector that is right to 1e-4 can be found in single precision; only its value wants double.
+    """
+    columns = rights.shape[2]
     generator = torch.Generator("cpu").manual_seed(0)
+    size = torch.linalg.vector_norm(rights, dim=(1, 2), keepdim=True).clamp_min(1e-300)
+    one, others = (left / torch.linalg.vector_norm(left).clamp_min(1e-300)).float(), (rights / size).float()
     # the strongest columns, and in case the matrix is blind to them, random ones
-    random = gaussian(matrix[0], 4, generator) / math.sqrt(matrix.shape[1])
-    block = torch.cat([torch.eye(matrix.shape[1], 8, dtype=matrix.dtype, device=matrix.device), random], dim=1)
-    for step in range(12 if min(matrix.shape) > 64 else 0):
-        block = torch.linalg.qr(matrix.T @ (matrix @ block)).Q
-        image = matrix @ block
-        values, vectors = torch.linalg.eigh(image.T @ image)
-        top, left = values[-1], image @ vectors[:, -1]
-        residual = matrix.T @ left - top * (block @ vectors[:, -1])
-        if step >= 3 and top > 0 and torch.linalg.vector_norm(residual) <= tolerance * top:
-            return left / top.sqrt(), float(top.sqrt())
-    u, s, _ = torch.linalg.svd(matrix, full_matrices=False)
-    return u[:, 0], float(s[0])
+    random = gaussian(others.new_zeros(columns), 4, generator) / math.sqrt(columns)
+    blocks = torch.cat([torch.eye(columns, 8, dtype=others.dtype, device=others.device), random], dim=1)
+    images = one.T @ (others @ blocks)
+    for step in range(12):
+        blocks = torch.linalg.qr(others.mT @ (one @ images)).Q
+        images = one.T @ (others @ blocks)
+        values, vectors = torch.linalg.eigh(images.mT @ images)
+        top, best = values[:, -1], blocks @ vectors[:, :, -1:]
+        residual = others.mT @ (one @ (images @ vectors[:, :, -1:])) - top.reshape(-1, 1, 1) * best
+        settled = (top > 0) & (torch.linalg.vector_norm(residual, dim=(1, 2)) <= tolerance * top)
+        if step >= 3 and settled.all():
+            break
+    return best / torch.linalg.vector_norm(best.double(), dim=1, keepdim=True), settled
 
 
 class FactoredOperator:

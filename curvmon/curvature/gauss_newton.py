@@ -16,7 +16,7 @@ from torch import Tensor
 from curvmon.curvature.autograd import product
 from curvmon.curvature.factors import Cotangents, FactoredOperator, Factors, build
 from curvmon.curvature.losses import Layout, dense_factor, sketch
-from curvmon.curvature.operators import BlockOperator, Columns, GraphOperator, norm_squared, precise
+from curvmon.curvature.operators import BlockOperator, Columns, GraphOperator, norm_squared, precise, precise_dtype
 from curvmon.curvature.randomness import gaussian
 
 MOST_COLUMNS = 24
@@ -57,9 +57,9 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
     if source is None:
         what = "the loss has no factor that its precision resolves, or samples interact in it"
         return Knowledge(None, frozenset(), 0, [f"Gauss-Newton by products: {what}"])
-    if not _samples_are_independent(operator, layout, source):
-        return Knowledge(None, frozenset(), 0, ["Gauss-Newton by products: samples interact"])
     factors, coefficients = build(graph, source, batch_dim, probes)
+    if not _samples_are_independent(operator, layout, source, factors):
+        return Knowledge(None, frozenset(), 0, ["Gauss-Newton by products: samples interact"])
     # every node with the same weight, whatever its scale
     scales = [1 / (torch.linalg.vector_norm(c).item() or 1.0) for c in coefficients]
     remainder, gauss_newton = operator.joint({v: scale * z for v, (z, scale) in enumerate(zip(probes, scales))})
@@ -111,21 +111,24 @@ def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generato
     return Cotangents(FIRST_SKETCHES, None, note, draw)
 
 
-def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Cotangents) -> bool:
+def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Cotangents, factors: Factors) -> bool:
     """J^T (ω c) = ω J^T c for weights ω of the samples. Powers of two: without interaction the same to the last bit."""
     graph = operator.graph
     generator = torch.Generator("cpu").manual_seed(0)
     powers = torch.randperm(layout.samples, generator=generator, device="cpu") % 9 - 4
-    rows = layout.rows(source.column(0))
-    weights = (2.0**powers).to(rows)
-    plain, weighted = (
-        product(graph.outputs, graph.sample_taps, layout.tensors(x)) for x in (rows, rows * weights.unsqueeze(1))
-    )
-    for one, other in zip(plain, weighted):
-        expected, found = (x.movedim(layout.batch_dim, 0).flatten(1) for x in (one, other))
-        expected = expected * weights.to(expected).unsqueeze(1)
-        leaked, whole = (torch.linalg.vector_norm(precise(x)).item() for x in (found - expected, found))
-        if leaked > 10 * torch.finfo(found.dtype).eps * whole:
+    weights = 2.0**powers
+
+    def pulled_back(rows: Tensor) -> list[Tensor]:
+        found = product(graph.outputs, graph.sample_taps, layout.tensors(rows))
+        return [x.movedim(layout.batch_dim, 0).flatten(1) for x in found]
+
+    column = layout.rows(source.scaled(0))
+    kept = factors.rows
+    plain = pulled_back(column) if kept is None else [rows.column(0, layout.samples) for rows in kept]
+    for expected, found in zip(plain, pulled_back(column * weights.to(column).unsqueeze(1))):
+        leaked = torch.addcmul(found, expected, weights.to(expected).unsqueeze(1), value=-1)
+        size, whole = (torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item() for x in (leaked, found))
+        if size > 10 * torch.finfo(found.dtype).eps * whole:
             return False
     return True
 

@@ -71,7 +71,7 @@ class GraphOperator:
             )
         self._output_gradients = differentiate([graph.loss], graph.output_taps, create_graph=True)
         self.cotangents = [
-            torch.zeros_like(output) if gradient is None else gradient.detach().clone()
+            torch.zeros_like(output) if gradient is None else gradient.detach()
             for output, gradient in zip(graph.outputs, self._output_gradients)
         ]
         self._pullbacks = self._pulled_back()
@@ -161,14 +161,18 @@ class GraphOperator:
         return _stacked([[_one(x) for x in columns] for columns in zip(*images)], z.shape[1])
 
 
-def precise(x: Tensor) -> Tensor:
+def precise_dtype(x: Tensor) -> torch.dtype:
     """Double precision where the device has it."""
-    return x if x.device.type == "mps" else x.double()
+    return x.dtype if x.device.type == "mps" else torch.float64
+
+
+def precise(x: Tensor) -> Tensor:
+    return x.to(precise_dtype(x))
 
 
 def norm_squared(x: Tensor) -> float:
     """‖x‖² in double precision: a loss scaled by 1e-9 must not underflow."""
-    return float(torch.linalg.vector_norm(precise(x)).item()) ** 2
+    return float(torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item()) ** 2
 
 
 def _as_columns(batch: Columns | None) -> Columns | None:

@@ -42,6 +42,11 @@ _CARRIERS = _functions(
 )
 
 
+def zero_leaf(like: Tensor) -> Tensor:
+    """A zero to add and to differentiate by, in the shape of `like` and without its memory: logits can be large."""
+    return like.new_zeros(()).expand_as(like).requires_grad_()
+
+
 class _Step(NamedTuple):
     """`result = function(source, *args, **kwargs)`; `result` is held so that its id stays its own."""
 
@@ -114,7 +119,7 @@ class OutputFinder(TorchFunctionMode):
         output = steps[-1].source if steps else argument
         if func in _BEHIND_LINK and not steps:
             self.unlinked.append(func.__name__)
-        tap = torch.zeros_like(output, requires_grad=True)
+        tap = zero_leaf(output)
         self.outputs.append(output)
         self.taps.append(tap)
         value = output + tap

@@ -44,6 +44,7 @@ def open_session(
     output: str | None,
     batch_dim: int,
     dtype: torch.dtype | None,
+    lean: bool = True,
 ) -> Iterator[Session]:
     """Tap `model` under `loss` for the life of the context; the model is as before when it ends, however it ends."""
     wanted = check_arguments(model, loss, nodes, output, batch_dim)
@@ -60,7 +61,7 @@ def open_session(
         out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))
 
         def tap(chosen: list[Call]) -> TappedGraph:
-            graph = tapped_forward(labelled(calls, chosen), run, batch_dim=batch_dim, output=out)
+            graph = tapped_forward(labelled(calls, chosen), run, batch_dim=batch_dim, output=out, lean=lean)
             if not torch.isfinite(graph.loss):
                 raise LossError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph
@@ -73,7 +74,7 @@ def open_session(
         notes += [*_output_notes(operator, output), *_graph_notes(operator, samples, batch_dim, dtype)]
 
         def shifted(at: Mapping[str, Tensor]) -> TappedGraph:
-            return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at)
+            return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at, lean=lean)
 
         yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes, shifted)
 

@@ -47,34 +47,35 @@ class Leading(NamedTuple):
 
         A Ritz value knows nothing of the rest and is too low: to first order by the rest between the parts of its
         vectors that lie outside the bases, to second order because its residual mixes it with others. Neither is known;
-        the coefficients are fitted to dense blocks with all kinds of spectra and to networks (docs/accuracy.md).
+        the form is fitted to dense blocks with all kinds of spectra and to networks (docs/accuracy.md).
         """
         if not self.ritz or not self.norm:
             return self.norm, 0.0
         low, high = weakest / self.norm, strongest / self.norm
-        lacks = [_lack(ritz, low) for ritz in self.ritz]
-        values = [ritz.value * (1 + lack) for ritz, lack in zip(self.ritz, lacks)]
+        rest = math.sqrt(low * min(high, 1.0))
+        doubts = [_at_most(ritz, rest) for ritz in self.ritz]
+        values = [ritz.value * (1 + doubt * (1 - ritz.tilt) ** 2) for ritz, doubt in zip(self.ritz, doubts)]
         best, errors = max(values), []
         # another one may lead in truth: its uncertainty counts as far as it reaches beyond the best
-        for i, (ritz, lack, value) in enumerate(zip(self.ritz, lacks, values)):
+        for i, (ritz, doubt, value) in enumerate(zip(self.ritz, doubts, values)):
             mixed = residual = math.sqrt(2 * ritz.tilt) * high
             gap = 1 - self.ritz[1].value if i == 0 and len(self.ritz) > 1 else 0.0
             if gap > 0:
                 mixed = min(residual, residual**2 / (2 * gap))
-            errors.append(value + math.hypot(lack, 0.05 * mixed) - best)
+            errors.append(value + math.hypot(doubt, 0.05 * mixed) - best)
         return self.norm * best, self.norm * max(0.0, *errors)
 
     def may_lack(self) -> float:
         """By how much, relatively, the norm may be too low should the rest be as strong as what was found."""
-        return max((ritz.value * (1 + _lack(ritz, 1.0)) for ritz in self.ritz), default=1.0) - 1
+        return max((ritz.value * (1 + _at_most(ritz, 1.0)) for ritz in self.ritz), default=1.0) - 1
 
     def least_settled(self) -> Ritz:
         """The Ritz value that may turn out largest, should the rest be as strong as what was found."""
-        return max(self.ritz, key=lambda ritz: ritz.value * (1 + _lack(ritz, 1.0)))
+        return max(self.ritz, key=lambda ritz: ritz.value * (1 + _at_most(ritz, 1.0)))
 
 
-def _lack(ritz: Ritz, rest: float) -> float:
-    """By how much a Ritz value is too low, relatively, if the rest has `rest` times the norm."""
+def _at_most(ritz: Ritz, rest: float) -> float:
+    """By how much a Ritz value may be too low, relatively, if the rest has `rest` times the norm."""
     return rest * (0.4 + rest) * ritz.tilt
 
 

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from curvmon.curvature.arguments import has_dimension
+from curvmon.curvature.lean import LeanOperations
 from curvmon.curvature.nodes import Node
-from curvmon.curvature.outputs import OutputFinder
+from curvmon.curvature.outputs import OutputFinder, zero_leaf
 from curvmon.curvature.trees import replace_first_floating
 from curvmon.errors import InputError, LossError
 
@@ -53,10 +53,11 @@ def tapped_forward(
     batch_dim: int,
     output: list[Node] | None = None,
     at: Mapping[str, Tensor] | None = None,
+    lean: bool = True,
 ) -> TappedGraph:
     """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function.
 
-    `at` has values of the taps by node label, where they are not to be zero.
+    `at` has values of the taps by node label, where they are not to be zero; `lean` as in `LeanOperations`.
     """
     taps: dict[str, Tensor] = {}
     spread: dict[str, Tensor] = {}
@@ -73,19 +74,23 @@ def tapped_forward(
         return tapped[node.label]
 
     def tap_output(node: Node, tensor: Tensor) -> Tensor:
-        found.append((tensor, torch.zeros_like(tensor, requires_grad=True)))
+        found.append((tensor, zero_leaf(tensor)))
         return tensor + found[-1][1]
 
-    finder = OutputFinder()
+    finder, operations = OutputFinder(), LeanOperations()
     with ExitStack() as stack:
         # the later a hook is prepended, the earlier it runs: a node that is the output is tapped as a node first
         for node in output or ():
             stack.callback(_hook(node, tap_output).remove)
         for node in nodes:
             stack.callback(_hook(node, tap_node).remove)
+        if lean:
+            stack.enter_context(operations)
         if output is None:
-            stack.enter_context(finder)
+            stack.enter_context(finder)  # above the other: what it sees and replays is the user's call
         loss = run()
+    if operations.loss_differentiates:
+        return tapped_forward(nodes, run, batch_dim=batch_dim, output=output, at=at, lean=False)
     missing = [node.label for node in nodes if node.label not in taps]
     if missing:
         raise LossError(f"the forward pass is not repeatable: {', '.join(missing)} ran once and not the second time")

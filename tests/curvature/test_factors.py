@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import curvmon
 from curvmon.curvature import factors, gauss_newton, losses, operators
-from curvmon.curvature.factors import leading_pair
+from curvmon.curvature.factors import leading_pairs
 from curvmon.curvature.session import open_session
 
 SAMPLES, OUTPUTS = 8, 5
@@ -247,6 +247,11 @@ def test_batched_products_are_the_same(x: Tensor, monkeypatch: pytest.MonkeyPatc
     one_by_one = curvmon.exact(smooth_net(), x, **options)
     for pair, block in batched.blocks.items():
         torch.testing.assert_close(block, one_by_one.blocks[pair], rtol=1e-10, atol=1e-14)
+
+
+def leading_pair(matrix: Tensor) -> tuple[Tensor, float]:
+    vectors, values = leading_pairs(matrix.T, torch.eye(matrix.shape[1], dtype=matrix.dtype).unsqueeze(0))
+    return vectors[0], values[0].item()
 
 
 def test_leading_pair_of_a_large_matrix() -> None:
