@@ -151,7 +151,7 @@ def test_losses_that_differentiate_or_transform_by_themselves(loss: Callable[[An
 
 
 def test_a_product_computes_nothing_by_the_weights() -> None:
-    """Two convolutions a layer and product, W u and W^T g; torch's own double backward takes a third, by the weights."""
+    """Two convolutions a layer and product, W u and W^T g; torch's own double backward takes one by the weights too."""
     counts = []
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.SiLU(), nn.Flatten(), nn.Linear(64, 2))
     batch = torch.randn(2, 3, 8, 8), torch.randn(2, 2)
