@@ -1,9 +1,11 @@
 """Curvature between the layers of a network, measured while it trains."""
 
+from curvmon.curvature import closed_form
 from curvmon.curvature.exact import exact
 from curvmon.curvature.measure import measure
+from curvmon.curvature.spectrum import spectrum
 from curvmon.errors import CurvmonError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
-from curvmon.types import ExactMeasurement, Measurement, Pair
+from curvmon.types import ExactMeasurement, Measurement, Pair, Spectrum
 from curvmon.version import __version__
 
 __all__ = [
@@ -16,7 +18,10 @@ __all__ = [
     "NodeError",
     "NonFiniteError",
     "Pair",
+    "Spectrum",
     "__version__",
+    "closed_form",
     "exact",
     "measure",
+    "spectrum",
 ]

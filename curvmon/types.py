@@ -121,6 +121,85 @@ class ExactMeasurement(Measurement):
     gauss_newton: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Spectrum:
+    """The ends of the spectrum of H = d²L/dθ², θ the parameters that require gradients, in the order of `parameters`.
+
+    An eigenvalue is converged if its residual ‖Hv - λv‖ is small enough: then one of H lies that close to it.
+    """
+
+    eigenvalues: Tensor
+    """the largest ones in value, largest first, with multiplicity; float64, on the CPU"""
+    smallest: float
+    """the smallest eigenvalue: how negative the curvature gets"""
+    residuals: Tensor
+    converged: Tensor
+    smallest_converged: bool
+    eigenvectors: Tensor
+    """unit columns for `eigenvalues`, on the device of the parameters"""
+    ggn_eigenvalue: float
+    """the largest one of the Gauss-Newton part J^T S J; NaN where the output of the network is not known"""
+    ggn_error: float
+    """|λ_1 - ggn_eigenvalue| / λ_1"""
+    trace: float
+    trace_stderr: float
+    parameters: tuple[str, ...]
+    loss: float
+    hvps: int
+    """products with H or its Gauss-Newton part that were spent"""
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sharpness(self) -> float:
+        """λ_1, the largest eigenvalue in value: what the stability limit of gradient descent speaks of."""
+        return self.eigenvalues[0].item()
+
+    @property
+    def largest_magnitude(self) -> float:
+        """‖H‖_2 with its sign: the largest or the smallest eigenvalue, whichever is further from zero."""
+        return max(self.sharpness, self.smallest, key=abs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python lists and numbers, without the eigenvectors."""
+        return {
+            "eigenvalues": self.eigenvalues.tolist(),
+            "residuals": self.residuals.tolist(),
+            "converged": self.converged.tolist(),
+            "smallest": self.smallest,
+            "smallest_converged": self.smallest_converged,
+            "ggn_eigenvalue": self.ggn_eigenvalue,
+            "ggn_error": self.ggn_error,
+            "trace": self.trace,
+            "trace_stderr": self.trace_stderr,
+            "parameters": list(self.parameters),
+            "loss": self.loss,
+            "hvps": self.hvps,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        values = [
+            f"  λ_{i + 1:<6} {_cell(value, residual)}{'' if settled else '  not converged'}"
+            for i, (value, residual, settled) in enumerate(
+                zip(self.eigenvalues.tolist(), self.residuals.tolist(), self.converged.tolist())
+            )
+        ]
+        return "\n".join(
+            [
+                f"Spectrum: loss {self.loss:.4g}, {self.hvps} products, {self.seconds:.1f} s",
+                *values,
+                f"  smallest {_cell(self.smallest, 0.0)}{'' if self.smallest_converged else '  not converged'}",
+                f"  GGN λ_1  {_cell(self.ggn_eigenvalue, 0.0)}",
+                f"  trace    {_cell(self.trace, self.trace_stderr)}",
+                *(f"note: {note}" for note in self.notes),
+            ]
+        )
+
+    __repr__ = __str__
+
+
 def _cell(value: float, stderr: float) -> str:
     """`0.0312 ±0.0004`: the error with one digit, the value with as many as the error allows, five at most."""
     if not math.isfinite(value):

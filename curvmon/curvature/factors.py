@@ -22,7 +22,7 @@ from torch import Tensor
 from curvmon.curvature.autograd import product
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.operators import Columns, GraphOperator, Products, precise
-from curvmon.curvature.randomness import gaussian
+from curvmon.curvature.singular import leading_pairs
 from curvmon.curvature.taps import TappedGraph
 
 MOST_BYTES = 2**30
@@ -289,52 +289,6 @@ def _rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch_dim: i
         for v, gradient in zip(nodes, product(graph.outputs, taps, source.scaled(k))):
             pieces[v].append(gradient.movedim(batch_dim, 0).flatten(1))
     return {v: Rows(pieces.pop(v)) for v in nodes}
-
-
-def leading_pairs(left: Tensor, rights: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
-    """For every right in `rights`, the largest singular value of left^T right and its left vector (a row).
-
-    By subspace iteration that begins with the first columns: they should be the strongest. A residual of 1e-4 leaves an
-    error of its square; where it is not reached soon, a full decomposition takes over.
-    """
-    many, _, columns = rights.shape
-    vectors, values = left.new_zeros((many, left.shape[1])), left.new_zeros(many)
-    waiting = torch.arange(many, device=left.device)
-    if min(left.shape[1], columns) > 64:
-        best, settled = _iterate(left, rights, tolerance)
-        images = left.T @ (rights @ best.to(rights))
-        values = torch.linalg.vector_norm(images, dim=1).squeeze(1)
-        vectors = images.squeeze(2) / values.unsqueeze(1)
-        waiting = waiting[~settled]
-    for i in waiting.tolist():
-        u, s, _ = torch.linalg.svd(left.T @ rights[i], full_matrices=False)
-        vectors[i], values[i] = (u[:, 0], s[0]) if len(s) and s[0] > 0 else (0.0, 0.0)
-    return vectors, values
-
-
-def _iterate(left: Tensor, rights: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Leading right vectors (unit columns), and which of them have settled.
-
-    A vector that is right to 1e-4 can be found in single precision; only its value wants double.
-    """
-    columns = rights.shape[2]
-    generator = torch.Generator("cpu").manual_seed(0)
-    size = torch.linalg.vector_norm(rights, dim=(1, 2), keepdim=True).clamp_min(1e-300)
-    one, others = (left / torch.linalg.vector_norm(left).clamp_min(1e-300)).float(), (rights / size).float()
-    # the strongest columns, and in case the matrix is blind to them, random ones
-    random = gaussian(others.new_zeros(columns), 4, generator) / math.sqrt(columns)
-    blocks = torch.cat([torch.eye(columns, 8, dtype=others.dtype, device=others.device), random], dim=1)
-    images = one.T @ (others @ blocks)
-    for step in range(12):
-        blocks = torch.linalg.qr(others.mT @ (one @ images)).Q
-        images = one.T @ (others @ blocks)
-        values, vectors = torch.linalg.eigh(images.mT @ images)
-        top, best = values[:, -1], blocks @ vectors[:, :, -1:]
-        residual = others.mT @ (one @ (images @ vectors[:, :, -1:])) - top.reshape(-1, 1, 1) * best
-        settled = (top > 0) & (torch.linalg.vector_norm(residual, dim=(1, 2)) <= tolerance * top)
-        if step >= 3 and settled.all():
-            break
-    return best / torch.linalg.vector_norm(best.double(), dim=1, keepdim=True), settled
 
 
 class FactoredOperator:

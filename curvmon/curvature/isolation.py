@@ -40,6 +40,11 @@ def to_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to(target, copy=True)
 
 
+def own_copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy of a batch's tensor the loss may do anything with. An inference tensor could not be saved for backward."""
+    return to_dtype(tensor, dtype).requires_grad_(tensor.requires_grad)
+
+
 class Isolation:
     """An open isolation; `thaw` lets the copies of trainable parameters require gradients after all."""
 

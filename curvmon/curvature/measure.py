@@ -36,7 +36,7 @@ def measure(
     all samples share; see `Measurement` for the other three. Works on any model: nothing has to be cut up.
 
     Cost: a piecewise-linear network takes as many backward passes as it has outputs per sample, two products, and is
-    exact; others about a dozen Hessian-vector products per node more (docs/speed.md). Memory is two to three times that
+    exact; others 10 to 17 Hessian-vector products per node more (docs/speed.md). Memory is two to three times that
     of a training step; no d_v x d_w matrix is ever stored. The model, its gradients and all random states are exactly
     as before afterwards. It is measured in eval mode, without autocast.
 

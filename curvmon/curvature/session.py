@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvmon.curvature.arguments import batch_size, check_arguments, explained, has_dimension, why_not_finite
-from curvmon.curvature.isolation import Isolation, isolated, to_dtype
+from curvmon.curvature.isolation import Isolation, isolated, own_copy
 from curvmon.curvature.nodes import Call, choose, labelled, record_calls, resolve
 from curvmon.curvature.operators import GraphOperator
 from curvmon.curvature.randomness import reseed
@@ -53,7 +53,7 @@ def open_session(
 
         def run() -> Tensor:
             reseed(NOISE_SEED)
-            return checked_scalar(loss(model, map_tensors(batch, lambda tensor: _own(tensor, dtype))))
+            return checked_scalar(loss(model, map_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
 
         calls = explained(lambda: _discover(model, run, isolation), model, dtype)
         if not calls:
@@ -77,11 +77,6 @@ def open_session(
             return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at, lean=lean)
 
         yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes, shifted)
-
-
-def _own(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A copy the loss may do anything with. An inference tensor could not be saved for backward."""
-    return to_dtype(tensor, dtype).requires_grad_(tensor.requires_grad)
 
 
 def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) -> list[Call]:

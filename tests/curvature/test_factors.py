@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import curvmon
 from curvmon.curvature import factors, gauss_newton, losses, operators
-from curvmon.curvature.factors import leading_pairs
 from curvmon.curvature.session import open_session
+from curvmon.curvature.singular import leading_pairs
 
 SAMPLES, OUTPUTS = 8, 5
 Loss = Callable[[Any, Any], Tensor]

@@ -1,0 +1,259 @@
+"""Exact Hessian spectra of small networks, as formulas: oracles for tests, and where eigenvalues come from.
+
+All for the loss 1/(2n) Σ_i (f(x_i) - y_i)², differentiated by the parameters. Each spectrum has a *bulk*, few values
+with high multiplicity, and a handful of *outliers*. The formulas are those of the paper on closed-form Hessian spectra
+that docs/spectrum.md cites; the dense Hessians in the tests agree with them to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from curvmon.errors import InputError
+
+Phase = Literal["early", "late", "divergent"]
+Kind = Literal["bulk", "outlier"]
+
+
+@dataclass(frozen=True, eq=False)
+class ClosedForm:
+    """All eigenvalues of a loss Hessian, largest first, with multiplicity; float64 on the CPU."""
+
+    eigenvalues: Tensor
+    kinds: tuple[Kind, ...]
+    """"bulk" or "outlier", for each of them"""
+    eigenvectors: Tensor | None = None
+    """unit columns for the outliers, in the order of `outliers`, where the paper has them"""
+    phase: Phase | None = None
+    """of learning, for the linear network: early while the bulk still grows toward the outliers, late, or divergent"""
+
+    @property
+    def outliers(self) -> Tensor:
+        return self._of("outlier")
+
+    @property
+    def bulk(self) -> Tensor:
+        return self._of("bulk")
+
+    @property
+    def trace(self) -> float:
+        return float(self.eigenvalues.sum())
+
+    def _of(self, kind: Kind) -> Tensor:
+        return self.eigenvalues[torch.tensor([k == kind for k in self.kinds], dtype=torch.bool)]
+
+
+def linear_network(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+    """f(x) = <w, v> x with w, v in R^m: 2m eigenvalues.
+
+    With s² = mean x² and d = mean x (f - y), the bulk is +d and -d, each m - 1 times, and the two outliers
+
+        L± = ½ s²(|w|²+|v|²) ± ½ sqrt((s²(|w|²+|v|²))² + 4(d² + 2 s² d <w,v>))
+
+    add up to the trace. `eigenvectors` are those of L+ and L-, parameters in the order (v, w).
+
+    Example:
+        >>> import torch
+        >>> from curvmon import closed_form
+        >>> one = torch.ones(2)
+        >>> closed_form.linear_network(one, one, torch.ones(3), 3 * torch.ones(3)).eigenvalues.tolist()
+        [3.0, 1.0, 1.0, -1.0]
+    """
+    w, v, x, y = _vectors(w=w, v=v, x=x, y=y)
+    _same_length(w=w, v=v)
+    _same_length(x=x, y=y)
+    power, residual = x.square().mean(), (x * (w.dot(v) * x - y)).mean()
+    half = power * (w.square().sum() + v.square().sum()) / 2
+    root = (half.square() + residual.square() + 2 * power * residual * w.dot(v)).clamp_min(0).sqrt()
+    outliers = torch.stack([half + root, half - root])
+    bulk = torch.cat([residual.expand(len(w) - 1), -residual.expand(len(w) - 1)])
+    vectors = torch.stack([torch.cat([a * w + residual * v, residual * w + a * v]) for a in outliers], dim=1)
+    vectors = vectors / torch.linalg.vector_norm(vectors, dim=0).clamp_min(torch.finfo(vectors.dtype).tiny)
+    return _sorted(outliers, bulk, vectors, _phase(w.dot(v), (x * y).mean(), power))
+
+
+def _phase(product: Tensor, covariance: Tensor, power: Tensor) -> Phase | None:
+    """Where <w, v> stands on its way to t = mean(xy) / mean(x²)."""
+    if power == 0:
+        return None
+    target = covariance / power
+    progress = product * target.sign()
+    if progress <= target.abs() / 3:
+        return "early"
+    return "late" if progress < target.abs() else "divergent"
+
+
+def relu_network(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+    """f(x) = <w, relu(v x)>: units with v_j > 0 see positive samples only, the others negative ones.
+
+    Each of the two cells contributes the spectrum of `linear_network` on its own units and samples, times its share of
+    the samples; a cell without samples contributes zeros.
+    """
+    w, v, x, y = _vectors(w=w, v=v, x=x, y=y)
+    _same_length(w=w, v=v)
+    _same_length(x=x, y=y)
+    if (v == 0).any():
+        raise InputError("v has zeros: a ReLU network has no second derivative there")
+    parts = []
+    for sign in (1, -1):
+        units, samples = v.sign() == sign, x.sign() == sign
+        if units.any() and samples.any():
+            cell = linear_network(w[units], v[units], x[samples], y[samples])
+            parts.append(_scaled(cell, samples.sum().item() / len(x)))
+        elif units.any():
+            parts.append(_sorted(v.new_zeros(2), v.new_zeros(2 * (int(units.sum()) - 1))))
+    return _union(parts)
+
+
+def linear_network_with_bias(w: Tensor, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+    """f(x) = <w, v x + b>: 3m eigenvalues, five of them outliers, m - 1 zero.
+
+    Holds for <v, b> = 0, |v| = |b|, mean x = 0, mean x² = 1, mean y = 0, mean xy = 0; anything else is an error. With
+    q = <w,v>² + <w,b>² and N = |v|² + |w|²: ½N ± ½ sqrt(N² + 12 q), the roots of l³ - N l² - q l + q|w|² = 0, and
+    ±sqrt(q), each m - 2 times.
+    """
+    w, v, b, x, y = _vectors(w=w, v=v, b=b, x=x, y=y)
+    _same_length(w=w, v=v, b=b)
+    _same_length(x=x, y=y)
+    if len(w) < 2:
+        raise InputError("v and b are orthogonal only from width 2 on")
+    size = v.square().sum()
+    _assume("<v, b> = 0", v.dot(b), size)
+    _assume("|v| = |b|", size - b.square().sum(), size)
+    _assume("mean x = 0", x.mean(), torch.ones(()))
+    _assume("mean x² = 1", x.square().mean() - 1, torch.ones(()))
+    spread = y.square().mean().sqrt()
+    _assume("mean y = 0", y.mean(), spread)
+    _assume("mean xy = 0", (x * y).mean(), spread)
+    q, total = w.dot(v).square() + w.dot(b).square(), size + w.square().sum()
+    root = (total.square() + 12 * q).sqrt()
+    cubic = _real_roots(-total, -q, q * w.square().sum())
+    outliers = torch.cat([torch.stack([(total + root) / 2, (total - root) / 2]), cubic])
+    many = len(w) - 2
+    bulk = torch.cat([q.sqrt().expand(many), -q.sqrt().expand(many), w.new_zeros(len(w) - 1)])
+    return _sorted(outliers, bulk)
+
+
+def linear_network_of_inputs(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+    """f(x) = Σ_d <w_d, v_d> x_d with decorrelated inputs: the union over dimensions. w, v are D x m, x is n x D."""
+    w, v, x = _matrices(w=w, v=v, x=x)
+    (y,) = _vectors(y=y)
+    if w.shape != v.shape or x.shape != (len(y), len(w)):
+        raise InputError(f"w and v are D x m, x is n x D and y has n entries; got {_shapes(w=w, v=v, x=x, y=y)}")
+    covariance = x.T @ x / len(y)
+    _assume("mean x_d x_e = 0 for d ≠ e", (covariance - covariance.diag().diag()).abs().max(), covariance.diag().max())
+    return _union([linear_network(w[d], v[d], x[:, d], y) for d in range(len(w))])
+
+
+def linear_network_of_outputs(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+    """f_k(x) = <w_k, v_k> x, loss summed over outputs: the union over outputs. w, v are K x m, y is n x K."""
+    w, v, y = _matrices(w=w, v=v, y=y)
+    (x,) = _vectors(x=x)
+    if w.shape != v.shape or y.shape != (len(x), len(w)):
+        raise InputError(f"w and v are K x m, y is n x K and x has n entries; got {_shapes(w=w, v=v, x=x, y=y)}")
+    return _union([linear_network(w[k], v[k], x, y[:, k]) for k in range(len(w))])
+
+
+def self_attention(w_value: Tensor | float, w_query: Tensor, w_key: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+    """f(x) = w_V A x with A = softmax of the rows of x <w_Q, w_K> x^T / sqrt(d_k), on one sequence x of n numbers.
+
+    2 d_k + 1 eigenvalues: ±g, each d_k - 1 times, and three outliers, the roots of
+
+        -l³ + (a + z(K+Q)) l² + ((b² - a z)(K+Q) + 2 g z P + g²) l + (2 g (b² - a z) P - a g²) = 0
+
+    with K = |w_K|², Q = |w_Q|², P = <w_K, w_Q>, and a, b, g, z averages of the row-wise moments of x under A.
+    """
+    q, k, x, y = _vectors(w_query=w_query, w_key=w_key, x=x, y=y)
+    _same_length(w_query=q, w_key=k)
+    _same_length(x=x, y=y)
+    n, width = len(x), len(q)
+    value = torch.as_tensor(w_value, dtype=torch.float64, device="cpu").detach().reshape(())
+    attention = (x.unsqueeze(1) * q.dot(k) * x.unsqueeze(0) / math.sqrt(width)).softmax(dim=1)
+    mean = attention @ x
+    central = x.unsqueeze(0) - mean.unsqueeze(1)
+    second, third = ((attention * central**order).sum(1) for order in (2, 3))
+    residual = value * mean - y
+    bent = x * second
+    a = mean.square().sum() / n
+    b = (value * mean + residual).dot(bent) / (n * math.sqrt(width))
+    g = value * residual.dot(bent) / (n * math.sqrt(width))
+    z = (value.square() * bent.square().sum() + value * residual.dot(x * x * third)) / (n * width)
+    sizes, overlap = k.square().sum() + q.square().sum(), k.dot(q)
+    outliers = _real_roots(
+        -(a + z * sizes),
+        -((b.square() - a * z) * sizes + 2 * g * z * overlap + g.square()),
+        -(2 * g * (b.square() - a * z) * overlap - a * g.square()),
+    )
+    return _sorted(outliers, torch.cat([g.expand(width - 1), -g.expand(width - 1)]))
+
+
+def _real_roots(c2: Tensor, c1: Tensor, c0: Tensor) -> Tensor:
+    """Of l³ + c2 l² + c1 l + c0, all three real: Viète's formula, then Newton's method for the last digits."""
+    shift = -c2 / 3
+    p, q = c1 - c2.square() / 3, (2 * c2**3 - 9 * c2 * c1) / 27 + c0
+    radius = (-p / 3).clamp_min(0).sqrt()
+    if radius == 0:
+        return shift.expand(3).clone()
+    angle = (-q / (2 * radius**3)).clamp(-1, 1).acos() / 3
+    turns = torch.arange(3, dtype=torch.float64, device="cpu") * (2 * math.pi / 3)
+    roots = shift + 2 * radius * torch.cos(angle - turns)
+    for _ in range(3):
+        value, slope = ((roots + c2) * roots + c1) * roots + c0, (3 * roots + 2 * c2) * roots + c1
+        # a double root has no slope, and Newton's method nothing to add
+        step = torch.where(slope.abs() > 1e-6 * radius.square(), value / slope, 0.0)
+        roots = roots - step
+    return roots
+
+
+def _sorted(outliers: Tensor, bulk: Tensor, vectors: Tensor | None = None, phase: Phase | None = None) -> ClosedForm:
+    values = torch.cat([outliers, bulk])
+    kinds: list[Kind] = [*["outlier"] * len(outliers), *["bulk"] * len(bulk)]  # type: ignore[list-item]
+    order = values.argsort(descending=True, stable=True)
+    if vectors is not None:
+        vectors = vectors[:, outliers.argsort(descending=True, stable=True)]
+    return ClosedForm(values[order], tuple(kinds[i] for i in order.tolist()), vectors, phase)
+
+
+def _scaled(form: ClosedForm, factor: float) -> ClosedForm:
+    return ClosedForm(factor * form.eigenvalues, form.kinds)
+
+
+def _union(parts: Sequence[ClosedForm]) -> ClosedForm:
+    return _sorted(torch.cat([part.outliers for part in parts]), torch.cat([part.bulk for part in parts]))
+
+
+def _vectors(**named: Tensor) -> list[Tensor]:
+    found = []
+    for name, tensor in named.items():
+        if tensor.ndim != 1 or len(tensor) == 0:
+            raise InputError(f"{name} is a vector; got shape {tuple(tensor.shape)}")
+        found.append(tensor.detach().to("cpu", torch.float64))
+    return found
+
+
+def _matrices(**named: Tensor) -> list[Tensor]:
+    for name, tensor in named.items():
+        if tensor.ndim != 2 or tensor.numel() == 0:
+            raise InputError(f"{name} is a matrix; got shape {tuple(tensor.shape)}")
+    return [tensor.detach().to("cpu", torch.float64) for tensor in named.values()]
+
+
+def _same_length(**named: Tensor) -> None:
+    if len({len(tensor) for tensor in named.values()}) > 1:
+        raise InputError(f"{' and '.join(named)} have the same length; got {_shapes(**named)}")
+
+
+def _shapes(**named: Tensor) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items())
+
+
+def _assume(what: str, off: Tensor, scale: Tensor) -> None:
+    """An assumption under which the formula was derived holds to rounding."""
+    if off.abs() > 1e-8 * scale.clamp_min(torch.finfo(torch.float64).tiny):
+        raise InputError(f"the closed form assumes {what}; it is off by {off.abs().item():.2g}")

@@ -1,0 +1,133 @@
+"""How much curvature an optimizer bears: above the limit, a step along the sharpest direction overshoots and grows.
+
+    SGD                      λ_1 < 2 / lr
+    with momentum β          λ_1 < 2 (1 + β) / lr            Nesterov: 2 (1 + β) / ((1 + 2β) lr)
+    Adam, RMSprop, …         λ_1 of D^-1/2 H D^-1/2, D the square root of their second moments
+
+for a quadratic loss and full batches. Weight decay that is added to the gradient adds to λ_1; dampening scales the
+gradient down. Cohen et al. (2021; 2022) found that training with full batches drives λ_1 to this limit and keeps it
+there, the edge of stability. The limits follow from the roots of the update's characteristic polynomial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvmon.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class StabilityLimit:
+    """The largest stable eigenvalue: of H, or where `preconditioner` is given, of P^-1/2 H P^-1/2."""
+
+    limit: float
+    """NaN where none is known"""
+    reason: str
+    """which formula, or why there is none"""
+    preconditioner: Mapping[Tensor, Tensor] | None = None
+    """the diagonal of P for each parameter, in its shape"""
+
+
+def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
+    """Which limit applies to an optimizer in its present state.
+
+    Learning rates that differ between groups become part of the preconditioner (P is then a diagonal over lr, and the
+    limit that of a learning rate of one). Adam-like optimizers need to have taken a step: before it there are no second
+    moments.
+
+    Example:
+        >>> import torch, curvmon
+        >>> weights = [torch.nn.Parameter(torch.zeros(3))]
+        >>> curvmon.stability_limit(torch.optim.SGD(weights, lr=0.1, momentum=0.9)).limit
+        38.0
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"stability_limit takes a torch optimizer, not {type(optimizer).__name__}")
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _KNOWN), None)
+    if kind is None:
+        return _unknown(f"no limit is known for {type(optimizer).__name__}")
+    factors: set[float] = set()
+    scales: dict[Tensor, Tensor] = {}
+    rates: set[float] = set()
+    for group in optimizer.param_groups:
+        rate = float(group["lr"])
+        if rate <= 0:
+            return _unknown("the learning rate is zero: every curvature is stable")
+        if group.get("maximize"):
+            return _unknown("the optimizer maximises")
+        factor, reason = _KNOWN[kind](group)
+        factors.add(factor)
+        rates.add(rate)
+        for parameter in group["params"]:
+            diagonal = _diagonal(kind, group, optimizer.state.get(parameter, {}), parameter)
+            if diagonal is None:
+                return _unknown(f"{type(optimizer).__name__} has not taken a step yet: it has no second moments")
+            scales[parameter] = diagonal / rate
+    if len(factors) > 1:
+        return _unknown("momentum differs between parameter groups")
+    (factor,) = factors
+    if kind == "SGD" and len(rates) == 1:
+        return StabilityLimit(factor / rates.pop(), reason)
+    return StabilityLimit(factor, f"{reason}, of the Hessian preconditioned by the optimizer", scales)
+
+
+def _unknown(reason: str) -> StabilityLimit:
+    return StabilityLimit(math.nan, reason)
+
+
+def _sgd(group: Mapping[str, Any]) -> tuple[float, str]:
+    beta, damped = float(group["momentum"]), 1 - float(group["dampening"])
+    if beta == 0:
+        return 2.0, "2 / lr"
+    if group["nesterov"]:
+        return 2 * (1 + beta) / (1 + 2 * beta), "2 (1 + β) / ((1 + 2β) lr), Nesterov momentum"
+    return 2 * (1 + beta) / damped, "2 (1 + β) / lr, momentum"
+
+
+def _adam(group: Mapping[str, Any]) -> tuple[float, str]:
+    beta = float(group["betas"][0])
+    return 2 * (1 + beta) / (1 - beta), "2 (1 + β1) / ((1 - β1) lr)"
+
+
+def _rmsprop(group: Mapping[str, Any]) -> tuple[float, str]:
+    beta = float(group["momentum"])
+    return 2 * (1 + beta), "2 (1 + momentum) / lr"
+
+
+def _adagrad(group: Mapping[str, Any]) -> tuple[float, str]:
+    return 2.0, "2 / lr"
+
+
+_KNOWN: dict[str, Any] = {
+    "SGD": _sgd,
+    "Adam": _adam,
+    "AdamW": _adam,
+    "RMSprop": _rmsprop,
+    "Adagrad": _adagrad,
+}
+
+
+def _diagonal(kind: str, group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
+    """What the gradient is divided by, in the shape of the parameter; None before the first step."""
+    if kind == "SGD":
+        return torch.ones_like(parameter.detach())
+    eps = float(group["eps"])
+    if kind == "Adagrad":
+        # its sum starts before the first step, but says nothing then
+        return state["sum"].sqrt() + eps if float(state.get("step", 0)) else None
+    name = "square_avg" if kind == "RMSprop" else "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+    if name not in state:
+        return None
+    moments: Tensor = state[name]
+    if kind == "RMSprop":
+        if group.get("centered"):
+            moments = moments - state["grad_avg"].square()
+        return moments.clamp_min(0).sqrt() + eps
+    corrected: Tensor = (moments / (1 - float(group["betas"][1]) ** float(state["step"]))).sqrt() + eps
+    return corrected
