@@ -4,12 +4,14 @@ from curvmon.curvature import closed_form
 from curvmon.curvature.exact import exact
 from curvmon.curvature.measure import measure
 from curvmon.curvature.spectrum import spectrum
+from curvmon.curvature.stability import StabilityLimit, stability_limit
 from curvmon.errors import CurvmonError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
-from curvmon.types import ExactMeasurement, Measurement, Pair, Spectrum
+from curvmon.types import Density, ExactMeasurement, Measurement, Pair, Spectrum
 from curvmon.version import __version__
 
 __all__ = [
     "CurvmonError",
+    "Density",
     "DoubleBackwardError",
     "ExactMeasurement",
     "InputError",
@@ -19,9 +21,11 @@ __all__ = [
     "NonFiniteError",
     "Pair",
     "Spectrum",
+    "StabilityLimit",
     "__version__",
     "closed_form",
     "exact",
     "measure",
     "spectrum",
+    "stability_limit",
 ]

@@ -121,6 +121,22 @@ class ExactMeasurement(Measurement):
     gauss_newton: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Density:
+    """Eigenvalues and their shares, as stochastic Lanczos quadrature finds them: Σ weights = 1, float64 on the CPU."""
+
+    values: Tensor
+    weights: Tensor
+
+    def smoothed(self, points: int = 400, width: float = 0.01) -> tuple[Tensor, Tensor]:
+        """A grid and the density on it; every value becomes a normal curve, `width` times the range wide."""
+        low, high = self.values.min().item(), self.values.max().item()
+        sigma = width * ((high - low) or abs(high) or 1.0)
+        grid = torch.linspace(low - 4 * sigma, high + 4 * sigma, points, dtype=torch.float64, device="cpu")
+        curves = torch.exp(-0.5 * ((grid.unsqueeze(1) - self.values) / sigma) ** 2) / (sigma * math.sqrt(2 * math.pi))
+        return grid, curves @ self.weights
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Spectrum:
     """The ends of the spectrum of H = d²L/dθ², θ the parameters that require gradients, in the order of `parameters`.
@@ -143,6 +159,12 @@ class Spectrum:
     """|λ_1 - ggn_eigenvalue| / λ_1"""
     trace: float
     trace_stderr: float
+    density: Density | None
+    """how the eigenvalues are distributed, if asked for"""
+    stability_limit: float
+    """the largest eigenvalue that the optimizer bears, if one was given; NaN where none is known"""
+    stability_ratio: float
+    """λ_1 over that limit, with the optimizer's preconditioner where it has one: above one, steps overshoot"""
     parameters: tuple[str, ...]
     loss: float
     hvps: int
@@ -172,6 +194,8 @@ class Spectrum:
             "ggn_error": self.ggn_error,
             "trace": self.trace,
             "trace_stderr": self.trace_stderr,
+            "stability_limit": self.stability_limit,
+            "stability_ratio": self.stability_ratio,
             "parameters": list(self.parameters),
             "loss": self.loss,
             "hvps": self.hvps,
@@ -193,6 +217,7 @@ class Spectrum:
                 f"  smallest {_cell(self.smallest, 0.0)}{'' if self.smallest_converged else '  not converged'}",
                 f"  GGN λ_1  {_cell(self.ggn_eigenvalue, 0.0)}",
                 f"  trace    {_cell(self.trace, self.trace_stderr)}",
+                *([] if math.isnan(self.stability_ratio) else [f"  of the stability limit {self.stability_ratio:.3g}"]),
                 *(f"note: {note}" for note in self.notes),
             ]
         )

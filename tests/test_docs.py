@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ def test_the_readme_example_prints_its_table() -> None:
         assert ours[:2] == theirs[:2]
         # values may differ in the last digits between processors, by far less than their errors; shown rounded
         assert float(ours[2]) == pytest.approx(float(theirs[2]), rel=2e-2)
+
+
+def test_examples_in_the_docs() -> None:
+    for path in README.parent.glob("docs/*.md"):
+        assert doctest.testfile(str(path), module_relative=False).failed == 0, path.name
 
 
 def test_links_lead_somewhere() -> None:

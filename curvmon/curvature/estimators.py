@@ -27,7 +27,7 @@ from curvmon.errors import InputError
 SMALL_NODE = 12
 FEWEST_PROBES, FIRST_PROBES = 3, 5
 LANCZOS_STEPS = 6
-BASIS_SIZE = {1: 12, 2: 8}
+BASIS_SIZE = {1: 11, 2: 8}
 """directions per node without `max_hvps` if each costs one product or two; more for a tolerance below 5 %"""
 PRODUCTS_PER_NODE = 400
 """Limit without `max_hvps`; 5 % needs it only for blocks whose rest is dominated by very few directions."""

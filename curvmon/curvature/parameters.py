@@ -27,9 +27,11 @@ from curvmon.errors import InputError, LossError, NonFiniteError
 class ParameterOperator:
     """Products by the parameters of one tapped graph, whose output is tapped and whose layers are not."""
 
-    def __init__(self, graph: TappedGraph, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, graph: TappedGraph, parameters: Mapping[str, Tensor], originals: Sequence[Tensor]) -> None:
         self._graph = graph
         self.names = tuple(parameters)
+        self.originals = originals
+        """the user's parameters, of which these are copies"""
         self._parameters = list(parameters.values())
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self.size = sum(self._sizes)
@@ -63,6 +65,12 @@ class ParameterOperator:
         curved = product(self._output_slopes, graph.output_taps, tangents)
         return self._flat(product(graph.outputs, self._parameters, curved))
 
+    def flat(self, values: Mapping[Tensor, Tensor], default: float) -> Tensor:
+        """Values that belong to the user's parameters, as one vector."""
+        known = [values.get(original) for original in self.originals]
+        whole = [torch.full_like(p, default) if value is None else value for value, p in zip(known, self._parameters)]
+        return torch.cat([value.detach().reshape(-1).to(self.template) for value in whole])
+
     def _shaped(self, z: Tensor) -> list[Tensor]:
         parts = torch.split(z, self._sizes)
         return [part.reshape(p.shape).to(p) for part, p in zip(parts, self._parameters)]
@@ -83,7 +91,7 @@ def open_parameters(
 ) -> Iterator[ParameterOperator]:
     """The operator for the life of the context; the model is as before when it ends, however it ends."""
     check_arguments(model, loss, None, None, 0)
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise InputError("the model has no parameter that requires gradients, so there is no Hessian to look at")
     with isolated(model, loss, seed=NOISE_SEED, dtype=dtype):
@@ -97,4 +105,4 @@ def open_parameters(
         graph = explained(lambda: tapped_forward([], run, batch_dim=0), model, dtype)
         if not torch.isfinite(graph.loss):
             raise LossError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
-        yield ParameterOperator(graph, parameters)
+        yield ParameterOperator(graph, parameters, list(trainable.values()))

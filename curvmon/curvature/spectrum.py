@@ -15,12 +15,14 @@ from curvmon.curvature.lanczos import Lanczos, Product
 from curvmon.curvature.parameters import ParameterOperator, open_parameters
 from curvmon.curvature.randomness import gaussian
 from curvmon.curvature.session import Loss
+from curvmon.curvature.stability import stability_limit
 from curvmon.errors import InputError
-from curvmon.types import Spectrum
+from curvmon.types import Density, Spectrum
 
 EXTRA_VECTORS = 20
 """basis vectors beyond k: what bounds the memory"""
 TRACE_PROBES = 10
+DENSITY_RUNS, DENSITY_STEPS = 4, 20
 FRESH_STEPS = 8
 """products at least before a second start may say that it finds nothing larger"""
 
@@ -33,8 +35,10 @@ def spectrum(
     k: int = 5,
     ggn: bool = True,
     trace: bool = True,
+    density: bool = False,
     start: Spectrum | None = None,
     seed: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
     rtol: float = 1e-4,
     max_hvps: int = 300,
     verify: bool = True,
@@ -56,8 +60,11 @@ def spectrum(
         k: how many eigenvalues, counted from the largest in value (`Spectrum.largest_magnitude` is another thing).
         ggn: also the top eigenvalue of the Gauss-Newton part, as a rule a few products more.
         trace: also the trace, exactly on the Krylov space and by ten random probes outside.
+        density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 products more.
         start: an earlier result for the same parameters; its eigenvectors are where to begin.
         seed: of the start vector and the probes.
+        optimizer: whose limit of stability to compare with; see `stability_limit`. Adam and the like cost some products
+            more, for the eigenvalue of the preconditioned Hessian.
         rtol: relative size of a residual that counts as converged.
         max_hvps: stop before this many products for the eigenvalues; what has not converged by then says so.
         verify: look for further copies of the eigenvalues found.
@@ -100,6 +107,11 @@ def spectrum(
                 "ggn_eigenvalue is NaN: the output of the network is not known, or part of the loss does not pass "
                 "through it (no torch loss function was seen, or another term is written by hand)"
             )
+        limit = ratio = math.nan
+        if optimizer is not None:
+            limit, ratio, reason = search.stability(optimizer, found)
+            notes.append(f"stability limit: {reason}")
+        distribution = search.density() if density else None
         if operator.custom_functions:
             notes.append(
                 f"custom autograd functions ({', '.join(operator.custom_functions)}): the numbers are right only if "
@@ -117,6 +129,9 @@ def spectrum(
         ggn_error=error,
         trace=total,
         trace_stderr=stderr,
+        density=distribution,
+        stability_limit=limit,
+        stability_ratio=ratio,
         parameters=operator.names,
         loss=operator.loss,
         hvps=operator.products,
@@ -233,6 +248,30 @@ class _Search:
             if ritz.residuals[0] <= self._rtol * ritz.values.abs().max():
                 break
         return space.ends(1, 0).values[0].item()
+
+    def stability(self, optimizer: torch.optim.Optimizer, found: Found) -> tuple[float, float, str]:
+        """The limit, λ_1 over it, and which limit it is; for a preconditioner P, λ_1 is that of P^-1/2 H P^-1/2."""
+        rule = stability_limit(optimizer)
+        if math.isnan(rule.limit) or rule.preconditioner is None:
+            return rule.limit, found.values[0].item() / rule.limit, rule.reason
+        # a parameter that the optimizer does not move cannot make it unstable
+        root = self._operator.flat(rule.preconditioner, math.inf).rsqrt()
+        start = found.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny)
+        start = torch.where(root > 0, start, 0.0)
+        top = self.top(lambda z: root * self._operator.hessian(root * z), start / torch.linalg.vector_norm(start))
+        return rule.limit, top / rule.limit, rule.reason
+
+    def density(self) -> Density:
+        """Gauss quadrature of the spectral measure of random vectors: Ritz values with squared first components."""
+        values, weights = [], []
+        for _ in range(DENSITY_RUNS):
+            space = Lanczos(self._operator.hessian, self.random(), capacity=DENSITY_STEPS)
+            while not space.exhausted and space.products < DENSITY_STEPS:
+                space.step(1, 1)
+            nodes, vectors = torch.linalg.eigh(space.projected)
+            values.append(nodes)
+            weights.append(vectors[0].square() / DENSITY_RUNS)
+        return Density(torch.cat(values), torch.cat(weights))
 
     def trace(self, space: Lanczos) -> tuple[float, float]:
         """tr T + d E u^T H u, u a random unit vector outside the basis, where there are d dimensions."""

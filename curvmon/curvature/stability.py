@@ -4,7 +4,7 @@
     with momentum β          λ_1 < 2 (1 + β) / lr            Nesterov: 2 (1 + β) / ((1 + 2β) lr)
     Adam, RMSprop, …         λ_1 of D^-1/2 H D^-1/2, D the square root of their second moments
 
-for a quadratic loss and full batches. Weight decay that is added to the gradient adds to λ_1; dampening scales the
+for a quadratic loss and full batches. SGD's weight decay adds to λ_1, so the limit is lower by it; dampening scales the
 gradient down. Cohen et al. (2021; 2022) found that training with full batches drives λ_1 to this limit and keeps it
 there, the edge of stability. The limits follow from the roots of the update's characteristic polynomial.
 """
@@ -44,8 +44,8 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
     Example:
         >>> import torch, curvmon
         >>> weights = [torch.nn.Parameter(torch.zeros(3))]
-        >>> curvmon.stability_limit(torch.optim.SGD(weights, lr=0.1, momentum=0.9)).limit
-        38.0
+        >>> curvmon.stability_limit(torch.optim.SGD(weights, lr=0.1)).limit
+        20.0
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"stability_limit takes a torch optimizer, not {type(optimizer).__name__}")
@@ -54,7 +54,7 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
         return _unknown(f"no limit is known for {type(optimizer).__name__}")
     factors: set[float] = set()
     scales: dict[Tensor, Tensor] = {}
-    rates: set[float] = set()
+    rates: set[tuple[float, float]] = set()
     for group in optimizer.param_groups:
         rate = float(group["lr"])
         if rate <= 0:
@@ -63,7 +63,7 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
             return _unknown("the optimizer maximises")
         factor, reason = _KNOWN[kind](group)
         factors.add(factor)
-        rates.add(rate)
+        rates.add((rate, float(group["weight_decay"])))
         for parameter in group["params"]:
             diagonal = _diagonal(kind, group, optimizer.state.get(parameter, {}), parameter)
             if diagonal is None:
@@ -73,7 +73,8 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
         return _unknown("momentum differs between parameter groups")
     (factor,) = factors
     if kind == "SGD" and len(rates) == 1:
-        return StabilityLimit(factor / rates.pop(), reason)
+        ((rate, decay),) = rates
+        return StabilityLimit(factor / rate - decay, f"{reason}{' - weight decay' if decay else ''}")
     return StabilityLimit(factor, f"{reason}, of the Hessian preconditioned by the optimizer", scales)
 
 
