@@ -1,0 +1,178 @@
+"""Looks for the ends of a spectrum, its trace and its density, with one Krylov space after the other."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvmon.curvature.intervals import small_sample_factor
+from curvmon.curvature.lanczos import Lanczos, Product
+from curvmon.curvature.parameters import ParameterOperator
+from curvmon.curvature.randomness import gaussian
+from curvmon.curvature.stability import stability_limit
+from curvmon.types import Density
+
+EXTRA_VECTORS = 20
+"""basis vectors beyond k: what bounds the memory"""
+TRACE_PROBES = 10
+FEW_DIMENSIONS = 2**16
+DENSITY_RUNS, DENSITY_STEPS = 4, 20
+FRESH_STEPS = 8
+"""products at least before a second start may say that it finds nothing larger"""
+
+
+class Found(NamedTuple):
+    """Eigenvalues from the top, largest first, and the smallest as the last one; with vectors and residuals."""
+
+    values: Tensor
+    residuals: Tensor
+    vectors: list[Tensor]
+
+    def settled(self, rtol: float) -> Tensor:
+        return self.residuals <= rtol * self.values.abs().max()
+
+
+class Search:
+    """Looks for the ends of the spectrum with several Krylov spaces, one after the other.
+
+    In memory at any time: k + 1 eigenvectors, and the vectors of one space.
+    """
+
+    def __init__(
+        self, operator: ParameterOperator, k: int, rtol: float, limit: int, generator: torch.Generator
+    ) -> None:
+        self._operator = operator
+        self._k = min(k, operator.size)
+        self._rtol = rtol
+        self._limit = limit
+        self._generator = generator
+
+    def random(self) -> Tensor:
+        return gaussian(self._operator.template.expand(self._operator.size), 1, self._generator).squeeze(1)
+
+    def _first(self, start: Tensor | None) -> Tensor:
+        random = self.random()
+        if start is None:
+            return random
+        # a new direction may have come up since: keep some chance for it
+        mixed: Tensor = start / torch.linalg.vector_norm(start) + 0.1 * random / torch.linalg.vector_norm(random)
+        return mixed
+
+    def ends(self, start: Tensor | None) -> Lanczos:
+        """A Krylov space that holds the k largest eigenvalues and the smallest one, as far as the limit allows."""
+        space = Lanczos(self._operator.hessian, self._first(start), capacity=self._k + EXTRA_VECTORS - 3)
+        while not space.exhausted and space.products < self._limit:
+            space.step(self._k + 3, 2)
+            ritz = space.ends(self._k, 1)
+            enough = len(space.basis) > self._k
+            if enough and (ritz.residuals <= self._rtol * ritz.values.abs().max()).all():
+                break
+        return space
+
+    def extract(self, space: Lanczos) -> Found:
+        ritz = space.ends(self._k, 1)
+        return Found(ritz.values, ritz.residuals, space.reduce(self._k, 1))
+
+    def verify(self, found: Found, steps: int) -> tuple[Found, bool]:
+        """Look for what a Krylov space cannot hold, a further copy of an eigenvalue; add what belongs to the ends.
+
+        A second start, orthogonal to what was found, has the same chances as the first: `steps` products.
+        """
+        while len(found.values) < self._operator.size and self._operator.products < self._limit:
+            few = len(found.values) <= self._k
+            space = Lanczos(self._operator.hessian, self.random(), capacity=EXTRA_VECTORS - 6, locked=found.vectors)
+            scale = found.values.abs().max().item() * self._rtol
+            while not space.exhausted and self._operator.products < self._limit:
+                space.step(3, 2)
+                ritz = space.ends(1, 1)
+                high, low = ritz.values[0].item(), ritz.values[-1].item()
+                above = high > found.values[: self._k][-1].item() + scale
+                below = low < found.values[-1].item() - scale
+                unsettled = (ritz.residuals > scale).tolist()
+                if space.products < min(FRESH_STEPS, steps):
+                    continue
+                if few or above or below:
+                    if not unsettled[0] and not unsettled[-1]:
+                        break
+                elif space.products >= steps or not any(unsettled):
+                    break
+            if not space.basis:
+                break
+            ritz = space.ends(1, 1)
+            found, changed = self._merged(found, Found(ritz.values, ritz.residuals, space.reduce(1, 1)), few, scale)
+            if not changed:
+                return found, True
+        return found, len(found.values) == self._operator.size
+
+    def _merged(self, found: Found, fresh: Found, few: bool, scale: float) -> tuple[Found, bool]:
+        """The ends of both together, and whether the second one changed anything."""
+        values = torch.cat([found.values, fresh.values])
+        residuals = torch.cat([found.residuals, fresh.residuals])
+        vectors = [*found.vectors, *fresh.vectors]
+        order = values.argsort(descending=True, stable=True).tolist()
+        kept = [*order[: self._k], *order[self._k :][-1:]]
+        merged = Found(values[kept], residuals[kept], [vectors[i] for i in kept])
+        if few:
+            return merged, len(kept) > len(found.values)
+        return merged, bool(((merged.values - found.values).abs() > scale).any())
+
+    def top(self, product: Product, start: Tensor) -> float:
+        """The largest eigenvalue of another operator, from a vector that should be close to its own."""
+        space = Lanczos(product, start + 1e-3 * self.random() / math.sqrt(len(start)), capacity=EXTRA_VECTORS - 6)
+        while not space.exhausted and space.products < self._limit:
+            space.step(3, 0)
+            ritz = space.ends(1, 0)
+            if ritz.residuals[0] <= self._rtol * ritz.values.abs().max():
+                break
+        return space.ends(1, 0).values[0].item()
+
+    def stability(self, optimizer: torch.optim.Optimizer, found: Found) -> tuple[float, float, str]:
+        """The limit, λ_1 over it, and which limit it is; for a preconditioner P, λ_1 is that of P^-1/2 H P^-1/2."""
+        rule = stability_limit(optimizer)
+        if math.isnan(rule.limit) or rule.preconditioner is None:
+            return rule.limit, found.values[0].item() / rule.limit, rule.reason
+        # a parameter that the optimizer does not move cannot make it unstable
+        root = self._operator.flat(rule.preconditioner, math.inf).rsqrt()
+        start = found.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny)
+        start = torch.where(root > 0, start, 0.0)
+        top = self.top(lambda z: root * self._operator.hessian(root * z), start / torch.linalg.vector_norm(start))
+        return rule.limit, top / rule.limit, rule.reason
+
+    def density(self) -> Density:
+        """Gauss quadrature of the spectral measure of random vectors: Ritz values with squared first components."""
+        values, weights = [], []
+        for _ in range(DENSITY_RUNS):
+            space = Lanczos(self._operator.hessian, self.random(), capacity=DENSITY_STEPS)
+            while not space.exhausted and space.products < DENSITY_STEPS:
+                space.step(1, 1)
+            nodes, vectors = torch.linalg.eigh(space.projected)
+            values.append(nodes)
+            weights.append(vectors[0].square() / DENSITY_RUNS)
+        return Density(torch.cat(values), torch.cat(weights))
+
+    def trace(self, space: Lanczos) -> tuple[float, float]:
+        """tr T + d E u^T H u, u a random unit vector outside the basis, where there are d dimensions."""
+        known = space.projected.trace().item()
+        dimensions = self._operator.size - len(space.basis)
+        if dimensions == 0:
+            return known, 0.0
+        probes: list[Tensor] = []
+        samples = []
+        for _ in range(min(TRACE_PROBES, dimensions)):
+            probe, _ = space.outside(self.random())
+            # orthogonal to each other, sampling without replacement; among many dimensions they are anyway
+            for earlier in [*probes, *probes]:
+                probe = probe - earlier.dot(probe) * earlier
+            probe = probe / torch.linalg.vector_norm(probe)
+            samples.append(probe.dot(self._operator.hessian(probe)).item())
+            if dimensions <= FEW_DIMENSIONS:
+                probes.append(probe)
+        values = torch.tensor(samples, dtype=torch.float64, device="cpu")
+        total = known + dimensions * values.mean().item()
+        if len(values) == dimensions:
+            return total, 0.0
+        spread = values.std().item() * math.sqrt((1 - len(values) / dimensions) / len(values))
+        return total, dimensions * spread * small_sample_factor(len(values) - 1)
