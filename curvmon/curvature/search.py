@@ -115,19 +115,18 @@ class Search:
         order = values.argsort(descending=True, stable=True).tolist()
         kept = [*order[: self._k], *order[self._k :][-1:]]
         merged = Found(values[kept], residuals[kept], [vectors[i] for i in kept])
-        if few:
-            return merged, len(kept) > len(found.values)
-        return merged, bool(((merged.values - found.values).abs() > scale).any())
+        changed = len(kept) > len(found.values) if few else bool(((merged.values - found.values).abs() > scale).any())
+        return (merged, True) if changed else (found, False)
 
-    def top(self, product: Product, start: Tensor) -> float:
-        """The largest eigenvalue of another operator, from a vector that should be close to its own."""
+    def top(self, product: Product, start: Tensor) -> tuple[float, bool]:
+        """The largest eigenvalue of another operator, from a vector close to its own; and whether it has converged."""
         space = Lanczos(product, start + 1e-3 * self.random() / math.sqrt(len(start)), capacity=EXTRA_VECTORS - 6)
         while not space.exhausted and space.products < self._limit:
             space.step(3, 0)
             ritz = space.ends(1, 0)
             if ritz.residuals[0] <= self._rtol * ritz.values.abs().max():
-                break
-        return space.ends(1, 0).values[0].item()
+                return ritz.values[0].item(), True
+        return (space.ends(1, 0).values[0].item() if space.basis else 0.0), space.exhausted
 
     def stability(self, optimizer: torch.optim.Optimizer, found: Found) -> tuple[float, float, str]:
         """The limit, λ_1 over it, and which limit it is; for a preconditioner P, λ_1 is that of P^-1/2 H P^-1/2."""
@@ -138,8 +137,9 @@ class Search:
         root = self._operator.flat(rule.preconditioner, math.inf).rsqrt()
         start = found.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny)
         start = torch.where(root > 0, start, 0.0)
-        top = self.top(lambda z: root * self._operator.hessian(root * z), start / torch.linalg.vector_norm(start))
-        return rule.limit, top / rule.limit, rule.reason
+        length = torch.linalg.vector_norm(start).clamp_min(torch.finfo(start.dtype).tiny)
+        top, converged = self.top(lambda z: root * self._operator.hessian(root * z), start / length)
+        return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
     def density(self) -> Density:
         """Gauss quadrature of the spectral measure of random vectors: Ritz values with squared first components."""

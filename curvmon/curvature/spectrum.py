@@ -89,7 +89,9 @@ def spectrum(
             notes.append("multiple eigenvalues were not looked for: one of multiplicity two may be listed once")
         top_ggn = error = math.nan
         if ggn and operator.has_ggn:
-            top_ggn = search.top(operator.ggn, found.vectors[0])
+            top_ggn, settled = search.top(operator.ggn, found.vectors[0])
+            if not settled:
+                notes.append(f"ggn_eigenvalue has not converged to rtol={rtol:g}")
             sharpness = found.values[0].item()
             error = abs(sharpness - top_ggn) / abs(sharpness) if sharpness else math.nan
         elif ggn:
