@@ -11,6 +11,7 @@ differentiates by itself (a gradient penalty, a PINN) three orders are needed, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,18 +155,26 @@ class _Slope(torch.autograd.Function):
 
 
 def _affine(
-    x: Any, mean: Any, variance: Any, weight: Any = None, bias: Any = None, training: bool = False,
-    momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    """(x - mean) / sqrt(variance + eps) * weight + bias in eval mode."""
-    constants = mean, variance, weight, bias
-    if training or mean is None or variance is None or not _is_tapped(x) or not all(map(_is_constant, constants)):
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """(x - mean) / sqrt(variance + eps) * weight + bias in eval mode; arguments as F.batch_norm names them."""
+    constants = running_mean, running_var, weight, bias
+    if training or running_mean is None or running_var is None or not _is_tapped(input):
         return None
-    scale = (variance + eps).rsqrt()
+    if not all(_is_constant(c) and (c is None or c.dtype == input.dtype) for c in constants):
+        return None  # in mixed precision the result has the precision of the input
+    scale = (running_var + eps).rsqrt()
     scale = scale if weight is None else scale * weight
-    shift = -mean * scale if bias is None else bias - mean * scale
-    shape = [1, -1, *[1] * (x.ndim - 2)]
-    moved: Tensor = x * scale.reshape(shape) + shift.reshape(shape)
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    shape = [1, -1, *[1] * (input.ndim - 2)]
+    moved: Tensor = input * scale.reshape(shape) + shift.reshape(shape)
     return moved
 
 
@@ -180,16 +189,19 @@ class _Geometry(NamedTuple):
     groups: int
 
 
-def _convolution(dims: int, transposed: bool, x: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """With constant weights; None where this is not such a call."""
-    if not _is_tapped(x) or x.ndim != dims + 2 or not (_is_constant(weight) and _is_constant(bias)):
+def _convolution(
+    dims: int, transposed: bool, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """With constant weights; None where this is not such a call. Arguments as torch names them."""
+    if not _is_tapped(input) or input.ndim != dims + 2 or not (_is_constant(weight) and _is_constant(bias)):
         return None
     tail = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
     given = dict(zip(("stride", "padding", *tail), args)) | kwargs
 
     def per_dimension(name: str, default: int) -> list[int]:
         value = given.get(name, default)
-        return [value] * dims if isinstance(value, int) else list(value) * (dims if len(value) == 1 else 1)
+        values = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
+        return values * dims if len(values) == 1 else values
 
     dilation = per_dimension("dilation", 1)
     if isinstance(given.get("padding"), str):
@@ -203,9 +215,9 @@ def _convolution(dims: int, transposed: bool, x: Any, weight: Any, bias: Any = N
         dilation,
         transposed,
         per_dimension("output_padding", 0),
-        given.get("groups", 1),
+        int(given.get("groups", 1)),
     )
-    return _apply(_Convolution, x, weight, bias, geometry)
+    return _apply(_Convolution, input, weight, bias, geometry)
 
 
 class _Convolution(torch.autograd.Function):

@@ -21,7 +21,7 @@ TRACE_PROBES = 10
 FEW_DIMENSIONS = 2**16
 DENSITY_RUNS, DENSITY_STEPS = 4, 20
 FRESH_STEPS = 8
-"""products at least before a second start may say that it finds nothing larger"""
+"""products at least before a second start may say that it finds nothing"""
 
 
 class Found(NamedTuple):
@@ -76,36 +76,29 @@ class Search:
         ritz = space.ends(self._k, 1)
         return Found(ritz.values, ritz.residuals, space.reduce(self._k, 1))
 
-    def verify(self, found: Found, steps: int) -> tuple[Found, bool]:
-        """Look for what a Krylov space cannot hold, a further copy of an eigenvalue; add what belongs to the ends.
+    def verify(self, found: Found) -> tuple[Found, bool]:
+        """Look for what the first Krylov space does not hold, and add what belongs to the ends.
 
-        A second start, orthogonal to what was found, has the same chances as the first: `steps` products.
+        That is a further copy of an eigenvalue, always, and an eigenvalue to which the start was nearly orthogonal, by
+        bad luck. A second start, orthogonal to what was found, goes on until its own ends have settled. Returns whether
+        the last start found nothing.
         """
-        while len(found.values) < self._operator.size and self._operator.products < self._limit:
+        while len(found.values) < self._operator.size:
             few = len(found.values) <= self._k
-            space = Lanczos(self._operator.hessian, self.random(), capacity=EXTRA_VECTORS - 6, locked=found.vectors)
             scale = found.values.abs().max().item() * self._rtol
-            while not space.exhausted and self._operator.products < self._limit:
+            space = Lanczos(self._operator.hessian, self.random(), capacity=EXTRA_VECTORS - 4, locked=found.vectors)
+            settled = space.exhausted
+            while not (space.exhausted or settled) and self._operator.products < self._limit:
                 space.step(3, 2)
-                ritz = space.ends(1, 1)
-                high, low = ritz.values[0].item(), ritz.values[-1].item()
-                above = high > found.values[: self._k][-1].item() + scale
-                below = low < found.values[-1].item() - scale
-                unsettled = (ritz.residuals > scale).tolist()
-                if space.products < min(FRESH_STEPS, steps):
-                    continue
-                if few or above or below:
-                    if not unsettled[0] and not unsettled[-1]:
-                        break
-                elif space.products >= steps or not any(unsettled):
-                    break
+                enough = space.products >= FRESH_STEPS
+                settled = enough and bool((space.ends(1, 1).residuals <= scale).all())
             if not space.basis:
-                break
+                return found, False
             ritz = space.ends(1, 1)
             found, changed = self._merged(found, Found(ritz.values, ritz.residuals, space.reduce(1, 1)), few, scale)
             if not changed:
-                return found, True
-        return found, len(found.values) == self._operator.size
+                return found, settled or space.exhausted
+        return found, True
 
     def _merged(self, found: Found, fresh: Found, few: bool, scale: float) -> tuple[Found, bool]:
         """The ends of both together, and whether the second one changed anything."""
@@ -120,7 +113,10 @@ class Search:
 
     def top(self, product: Product, start: Tensor) -> tuple[float, bool]:
         """The largest eigenvalue of another operator, from a vector close to its own; and whether it has converged."""
-        space = Lanczos(product, start + 1e-3 * self.random() / math.sqrt(len(start)), capacity=EXTRA_VECTORS - 6)
+        # as much chance as guess: a start that is an eigenvector already would end the search there
+        random = self.random()
+        start = start + random / torch.linalg.vector_norm(random)
+        space = Lanczos(product, start, capacity=EXTRA_VECTORS - 4)
         while not space.exhausted and space.products < self._limit:
             space.step(3, 0)
             ritz = space.ends(1, 0)
@@ -131,14 +127,24 @@ class Search:
     def stability(self, optimizer: torch.optim.Optimizer, found: Found) -> tuple[float, float, str]:
         """The limit, λ_1 over it, and which limit it is; for a preconditioner P, λ_1 is that of P^-1/2 H P^-1/2."""
         rule = stability_limit(optimizer)
-        if math.isnan(rule.limit) or rule.preconditioner is None:
+        if math.isnan(rule.limit):
+            return math.nan, math.nan, rule.reason
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if all(id(p) in moved for p in self._operator.originals) and rule.preconditioner is None:
             return rule.limit, found.values[0].item() / rule.limit, rule.reason
         # a parameter that the optimizer does not move cannot make it unstable
-        root = self._operator.flat(rule.preconditioner, math.inf).rsqrt()
-        start = found.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny)
-        start = torch.where(root > 0, start, 0.0)
+        weights = rule.preconditioner or {p: torch.ones_like(p) for p in self._operator.originals if id(p) in moved}
+        root = self._operator.flat(weights, math.inf).rsqrt()
+        if not root.any():
+            return rule.limit, math.nan, "the optimizer moves none of these parameters"
+        decay = self._operator.flat(rule.decay, 0.0)
+        start = torch.where(root > 0, found.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
         length = torch.linalg.vector_norm(start).clamp_min(torch.finfo(start.dtype).tiny)
-        top, converged = self.top(lambda z: root * self._operator.hessian(root * z), start / length)
+
+        def preconditioned(z: Tensor) -> Tensor:
+            return root * (self._operator.hessian(root * z) + decay * root * z)
+
+        top, converged = self.top(preconditioned, start / length)
         return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
     def density(self) -> Density:
@@ -155,10 +161,11 @@ class Search:
 
     def trace(self, space: Lanczos) -> tuple[float, float]:
         """tr T + d E u^T H u, u a random unit vector outside the basis, where there are d dimensions."""
-        known = space.projected.trace().item()
+        known, size = space.projected.trace().item(), space.projected.diagonal().abs().sum().item()
+        eps = torch.finfo(self._operator.template.dtype).eps
         dimensions = self._operator.size - len(space.basis)
         if dimensions == 0:
-            return known, 0.0
+            return known, 10 * eps * size
         probes: list[Tensor] = []
         samples = []
         for _ in range(min(TRACE_PROBES, dimensions)):
@@ -172,7 +179,8 @@ class Search:
                 probes.append(probe)
         values = torch.tensor(samples, dtype=torch.float64, device="cpu")
         total = known + dimensions * values.mean().item()
+        rounding = 10 * eps * (size + dimensions * values.abs().mean().item())
         if len(values) == dimensions:
-            return total, 0.0
+            return total, rounding
         spread = values.std().item() * math.sqrt((1 - len(values) / dimensions) / len(values))
-        return total, dimensions * spread * small_sample_factor(len(values) - 1)
+        return total, math.hypot(dimensions * spread * small_sample_factor(len(values) - 1), rounding)

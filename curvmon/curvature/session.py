@@ -84,7 +84,7 @@ def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) ->
     try:
         return record_calls(model, run)
     except RuntimeError as error:
-        if "does not require grad" not in str(error):
+        if not any(words in str(error) for words in ("does not require grad", "doesn't require grad")):
             raise
         isolation.thaw()
         return record_calls(model, run)

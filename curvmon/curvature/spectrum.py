@@ -40,8 +40,9 @@ def spectrum(
     is measured in eval mode, in float32 or better.
 
     An eigenvalue is `converged` if ‖Hv - λv‖ is below `rtol` times the largest magnitude: then there is an eigenvalue
-    that close. A Krylov space holds one copy of a multiple eigenvalue, so with `verify` a second start, orthogonal to
-    what was found, looks for others, until it finds none; without, a note says that they were not looked for.
+    that close. That none is missing is another matter: a Krylov space holds one copy of a multiple eigenvalue, and one
+    to which its start is nearly orthogonal comes late. So with `verify` a second random start, orthogonal to what was
+    found, looks for others, until one finds nothing; otherwise a note says so.
 
     Args:
         model: any module.
@@ -57,7 +58,7 @@ def spectrum(
             more, for the eigenvalue of the preconditioned Hessian.
         rtol: relative size of a residual that counts as converged.
         max_hvps: stop before this many products for the eigenvalues; what has not converged by then says so.
-        verify: look for further copies of the eigenvalues found.
+        verify: look for eigenvalues that are missing, at about the price of finding them.
 
     Example:
         >>> import torch, curvmon
@@ -77,16 +78,19 @@ def spectrum(
         search = Search(operator, k, rtol, max_hvps, torch.Generator("cpu").manual_seed(seed))
         space = search.ends(_start(operator, start))
         total, stderr = search.trace(space) if trace else (math.nan, math.nan)
-        found, steps = search.extract(space), space.products
+        found = search.extract(space)
         verified = False
         missing = len(found.values) < min(k, operator.size)  # an invariant space that is too small
         if (verify or missing) and found.settled(rtol).all():
-            found, verified = search.verify(found, steps)
+            found, verified = search.verify(found)
         converged = found.settled(rtol)
         if not converged.all():
             notes.append(f"{int((~converged).sum())} of {len(converged)} values have not converged to rtol={rtol:g}")
         elif not verified:
-            notes.append("multiple eigenvalues were not looked for: one of multiplicity two may be listed once")
+            notes.append(
+                "not verified: an eigenvalue of multiplicity two may be listed once, and one that the start vector "
+                "hardly sees be missed"
+            )
         top_ggn = error = math.nan
         if ggn and operator.has_ggn:
             top_ggn, settled = search.top(operator.ggn, found.vectors[0])

@@ -4,16 +4,16 @@
     with momentum β          λ_1 < 2 (1 + β) / lr            Nesterov: 2 (1 + β) / ((1 + 2β) lr)
     Adam, RMSprop, …         λ_1 of D^-1/2 H D^-1/2, D the square root of their second moments
 
-for a quadratic loss and full batches. SGD's weight decay adds to λ_1, so the limit is lower by it; dampening scales the
-gradient down. Cohen et al. (2021; 2022) found that training with full batches drives λ_1 to this limit and keeps it
-there, the edge of stability. The limits follow from the roots of the update's characteristic polynomial.
+for a quadratic loss and full batches. Weight decay that is added to the gradient (not AdamW's) adds to H; dampening
+scales the gradient down. Cohen et al. (2021; 2022) found that training with full batches drives λ_1 to this limit and
+keeps it there, the edge of stability. The limits follow from the roots of the update's characteristic polynomial.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,15 +31,18 @@ class StabilityLimit:
     reason: str
     """which formula, or why there is none"""
     preconditioner: Mapping[Tensor, Tensor] | None = None
-    """the diagonal of P for each parameter, in its shape"""
+    """the diagonal of P for each parameter that is moved, in its shape"""
+    decay: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    """what weight decay adds to the diagonal of H"""
 
 
 def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
     """Which limit applies to an optimizer in its present state.
 
     Learning rates that differ between groups become part of the preconditioner (P is then a diagonal over lr, and the
-    limit that of a learning rate of one). Adam-like optimizers need to have taken a step: before it there are no second
-    moments.
+    limit that of a learning rate of one), and so does weight decay. Adam-like optimizers need to have taken a step:
+    before it there are no second moments. Parameters that are not moved (a learning rate of zero, no gradient yet) are
+    left out.
 
     Example:
         >>> import torch, curvmon
@@ -53,29 +56,37 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
     if kind is None:
         return _unknown(f"no limit is known for {type(optimizer).__name__}")
     factors: set[float] = set()
+    rates: set[float] = set()
     scales: dict[Tensor, Tensor] = {}
-    rates: set[tuple[float, float]] = set()
+    decays: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
-        rate = float(group["lr"])
-        if rate <= 0:
-            return _unknown("the learning rate is zero: every curvature is stable")
         if group.get("maximize"):
             return _unknown("the optimizer maximises")
+        rate = float(group["lr"])
+        if rate <= 0:
+            continue  # does not move
         factor, reason = _KNOWN[kind](group)
         factors.add(factor)
-        rates.add((rate, float(group["weight_decay"])))
+        rates.add(rate)
         for parameter in group["params"]:
-            diagonal = _diagonal(kind, group, optimizer.state.get(parameter, {}), parameter)
-            if diagonal is None:
-                return _unknown(f"{type(optimizer).__name__} has not taken a step yet: it has no second moments")
-            scales[parameter] = diagonal / rate
+            scale = _divisor(kind, group, optimizer.state.get(parameter, {}), parameter)
+            if scale is not None:
+                scales[parameter] = scale / rate
+                if kind != "AdamW" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+                    decays[parameter] = torch.full_like(parameter, float(group["weight_decay"]))
+    if not factors:
+        return _unknown("the learning rate is zero: nothing moves")
+    if not scales:
+        return _unknown(f"{type(optimizer).__name__} has not taken a step yet: it has no second moments")
     if len(factors) > 1:
         return _unknown("momentum differs between parameter groups")
     (factor,) = factors
-    if kind == "SGD" and len(rates) == 1:
-        ((rate, decay),) = rates
-        return StabilityLimit(factor / rate - decay, f"{reason}{' - weight decay' if decay else ''}")
-    return StabilityLimit(factor, f"{reason}, of the Hessian preconditioned by the optimizer", scales)
+    if math.isinf(factor):
+        return _unknown("dampening of one: the gradient has no effect")
+    still = len(scales) < sum(len(group["params"]) for group in optimizer.param_groups)
+    if kind == "SGD" and len(rates) == 1 and not decays and not still:
+        return StabilityLimit(factor / rates.pop(), reason)
+    return StabilityLimit(factor, f"{reason}, of the Hessian preconditioned by the optimizer", scales, decays)
 
 
 def _unknown(reason: str) -> StabilityLimit:
@@ -88,7 +99,7 @@ def _sgd(group: Mapping[str, Any]) -> tuple[float, str]:
         return 2.0, "2 / lr"
     if group["nesterov"]:
         return 2 * (1 + beta) / (1 + 2 * beta), "2 (1 + β) / ((1 + 2β) lr), Nesterov momentum"
-    return 2 * (1 + beta) / damped, "2 (1 + β) / lr, momentum"
+    return 2 * (1 + beta) / damped if damped else math.inf, "2 (1 + β) / lr, momentum"
 
 
 def _adam(group: Mapping[str, Any]) -> tuple[float, str]:
@@ -114,14 +125,17 @@ _KNOWN: dict[str, Any] = {
 }
 
 
-def _diagonal(kind: str, group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
-    """What the gradient is divided by, in the shape of the parameter; None before the first step."""
+def _divisor(kind: str, group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
+    """What the gradient is divided by, in the shape of the parameter; None before its first step."""
     if kind == "SGD":
         return torch.ones_like(parameter.detach())
     eps = float(group["eps"])
     if kind == "Adagrad":
-        # its sum starts before the first step, but says nothing then
-        return state["sum"].sqrt() + eps if float(state.get("step", 0)) else None
+        steps = float(state.get("step", 0))
+        if not steps:
+            return None  # its sum starts before the first step, but says nothing then
+        slowed: Tensor = (state["sum"].sqrt() + eps) * (1 + (steps - 1) * float(group["lr_decay"]))
+        return slowed
     name = "square_avg" if kind == "RMSprop" else "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
     if name not in state:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,10 @@ CONVOLUTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "groups": (2, lambda x: F.conv2d(x, GROUPED, BIAS, groups=2)),
     "transposed 1d": (1, lambda x: F.conv_transpose1d(x, W[1].transpose(0, 1), BIAS, stride=2, output_padding=1)),
     "transposed 2d": (2, lambda x: F.conv_transpose2d(x, W[2].transpose(0, 1), None, 2, 1, 1, 1, 2)),
+    "keywords": (2, lambda x: F.conv2d(input=x, weight=W[2], padding=1)),
+    "numpy": (2, lambda x: F.conv2d(x, W[2], stride=np.int64(2), padding=(np.int64(1), 0))),
     "batch norm": (2, lambda x: F.batch_norm(x, STATISTICS[0], STATISTICS[1], STATISTICS[0], STATISTICS[1])),
+    "batch norm by keywords": (2, lambda x: F.batch_norm(x, running_var=STATISTICS[1], running_mean=STATISTICS[0])),
     "plain batch norm": (1, lambda x: F.batch_norm(x, STATISTICS[0], STATISTICS[1])),
 }
 
@@ -101,6 +105,14 @@ def test_what_is_not_elementwise_or_not_constant_is_left_to_torch() -> None:
         y = F.conv2d(x.requires_grad_() * 1.0, trainable)
     assert not is_ours(y.grad_fn)
     assert torch.autograd.grad(y.sum(), trainable)[0].any()
+
+
+def test_batch_norm_in_mixed_precision_is_left_to_torch() -> None:
+    """Half-precision activations with statistics in single precision stay in half precision."""
+    x = torch.randn(3, 4, 5).bfloat16().requires_grad_()
+    with LeanOperations():
+        y = F.batch_norm(x * 1.0, STATISTICS[0].float(), STATISTICS[1].float())
+    assert y.dtype == torch.bfloat16
 
 
 class Smooth(nn.Module):
@@ -177,3 +189,20 @@ def test_the_users_own_functions_are_still_told_apart() -> None:
     """Lean operations are autograd functions, but no reason to suspect a second derivative."""
     found = curvmon.measure(Smooth(), torch.randn(4, 3), loss=lambda m, x: m(x).square().mean(), output="")
     assert not any("custom autograd" in note for note in found.notes)
+
+
+def test_a_model_that_registers_hooks_on_its_activations() -> None:
+    """They need a tensor that requires gradients, already in the pass that finds the layers."""
+
+    class Hooked(Smooth):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            h.register_hook(lambda gradient: None)
+            return self.head(F.silu(self.second(h)))
+
+    torch.manual_seed(0)
+    plain, hooked = Smooth(), Hooked()
+    hooked.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3)
+    one, other = (curvmon.exact(m, x, loss=lambda m, x: m(x).square().mean(), output="") for m in (plain, hooked))
+    torch.testing.assert_close(one.resonance, other.resonance)

@@ -238,9 +238,53 @@ def test_nothing_converged_is_wrong(name: str, seed: int) -> None:
         assert abs(found.smallest - true[-1].item()) <= 1.1e-4 * scale
 
 
+class Diagonal(nn.Module):
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.full_like(values, 0.1))
+        self.register_buffer("values", values)
+
+
+def diagonal_energy(model: Any, batch: Any) -> Tensor:
+    return (model.values * model.theta.square()).sum() / 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_small_eigenvalue_that_hides_behind_a_large_bulk(seed: int) -> None:
+    """One of 1006 directions has -1, the others 0 and more: its share of a start vector is small."""
+    values = torch.cat([torch.tensor([100.0, 50, 20, 10, 5]), torch.zeros(1000), torch.tensor([-1.0])])
+    found = curvmon.spectrum(Diagonal(values), torch.zeros(1), loss=diagonal_energy, k=1, seed=seed, ggn=False)
+    assert found.smallest_converged and found.smallest == pytest.approx(-1, abs=0.02)
+    assert abs(found.trace - values.sum().item()) < 5 * found.trace_stderr
+
+
+def test_the_top_of_gauss_newton_is_not_where_that_of_the_hessian_is() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.square, self.rest = (nn.Parameter(f(n)) for f, n in zip(FILLS, (1, 1, 1000)))
+
+        def forward(self) -> Tensor:
+            return torch.cat([2**0.5 * self.linear, self.square**2, 0.1 * self.rest])
+
+    target = torch.zeros(1002)
+    target[1] = 2.5
+    found = curvmon.spectrum(Model(), target, loss=lambda m, b: F.mse_loss(m(), b, reduction="sum") / 2, k=2)
+    assert found.ggn_eigenvalue == pytest.approx(4, rel=1e-4)
+
+
+FILLS = (torch.zeros, torch.ones, torch.zeros)
+
+
+def test_complex_parameters_are_refused() -> None:
+    model = nn.ParameterDict({"z": nn.Parameter(torch.tensor([1 + 2j, 3]))})
+    with pytest.raises(curvmon.InputError, match="complex parameters"):
+        curvmon.spectrum(model, torch.zeros(1), loss=lambda m, b: m["z"].abs().square().sum())
+
+
 def test_without_verification_a_note_says_what_was_not_looked_for() -> None:
     found = curvmon.spectrum(Quadratic(torch.arange(30.0)), torch.zeros(1), loss=energy, verify=False, trace=False)
-    assert any("multiple eigenvalues were not looked for" in note for note in found.notes)
+    assert any("not verified" in note for note in found.notes)
 
 
 def test_a_budget_that_is_too_small_is_told() -> None:

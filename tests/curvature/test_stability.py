@@ -39,7 +39,10 @@ def test_sgd(options: dict[str, Any]) -> None:
     for share, expected in ((0.97, False), (1.03, True)):
         weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
         optimizer = torch.optim.SGD([weight], **options)
-        limit = stability_limit(optimizer).limit
+        rule = stability_limit(optimizer)
+        limit = rule.limit
+        if rule.preconditioner is not None:
+            limit = rule.limit * rule.preconditioner[weight].item() - rule.decay[weight].item()
         assert grows(optimizer, weight, share * limit, 400) == expected
 
 
@@ -86,7 +89,7 @@ def test_different_learning_rates_become_a_preconditioner() -> None:
 def test_where_no_limit_is_known_the_reason_is_told() -> None:
     weight = nn.Parameter(torch.ones(1))
     assert "no limit is known for LBFGS" in stability_limit(torch.optim.LBFGS([weight])).reason
-    assert "learning rate is zero" in stability_limit(torch.optim.SGD([weight], lr=0.0)).reason
+    assert "nothing moves" in stability_limit(torch.optim.SGD([weight], lr=0.0)).reason
     assert "maximises" in stability_limit(torch.optim.SGD([weight], lr=0.1, maximize=True)).reason
     groups = [{"params": [weight], "momentum": 0.9}, {"params": [nn.Parameter(torch.ones(1))]}]
     assert "momentum differs" in stability_limit(torch.optim.SGD(groups, lr=0.1)).reason
@@ -115,6 +118,59 @@ def test_the_preconditioned_sharpness_of_adam() -> None:
     root = ((moments.sqrt() + 1e-8) / 0.1).rsqrt()
     true = torch.linalg.eigvalsh(root.unsqueeze(1) * model.matrix * root)[-1].item()
     assert found.stability_ratio == pytest.approx(true / (2 * 1.9 / 0.1), rel=1e-6)
+
+
+class Blocks(nn.Module):
+    """Two parameters with curvatures 100 and 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+
+def blocks(model: Any, batch: Any) -> torch.Tensor:
+    return 50 * model.a.square().sum() + 0.5 * model.b.square().sum()
+
+
+def test_what_the_optimizer_does_not_move_or_decays() -> None:
+    def ratio(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        return curvmon.spectrum(model, torch.zeros(1), loss=blocks, optimizer=optimizer, ggn=False).stability_ratio
+
+    model = Blocks()
+    assert ratio(model, torch.optim.SGD([model.b], lr=0.1)) == pytest.approx(0.05)
+    groups = [{"params": [model.a], "lr": 0.0}, {"params": [model.b], "lr": 0.1, "weight_decay": 18.0}]
+    assert ratio(model, torch.optim.SGD(groups, lr=0.1)) == pytest.approx(0.95)
+    assert ratio(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=20.0)) == pytest.approx(6.0)
+    assert math.isnan(ratio(model, torch.optim.SGD(Blocks().parameters(), lr=0.1)))
+    assert "no effect" in stability_limit(torch.optim.SGD([model.a], lr=0.1, momentum=0.9, dampening=1.0)).reason
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    model.b.grad = torch.ones(3)
+    adam.step()
+    assert ratio(model, adam) == pytest.approx(0.1 / 38)  # a has never had a gradient
+    adagrad = torch.optim.Adagrad([model.b], lr=0.1, lr_decay=1.0)
+    for _ in range(4):
+        adagrad.step()
+    assert ratio(model, adagrad) == pytest.approx(0.1 / 4 / 2 / 2)
+
+
+def test_the_preconditioned_top_is_not_where_that_of_the_hessian_is() -> None:
+    values = torch.full((1000,), 1e-3)
+    values[0], values[1] = 10.0, 1.0
+    theta = nn.Parameter(torch.zeros(1000))
+    model = nn.ParameterDict({"theta": theta})
+    adam = torch.optim.Adam([theta], lr=1e-3)
+    theta.grad = torch.ones(1000)
+    theta.grad[0], theta.grad[1] = 10.0, 0.5
+    adam.step()
+    found = curvmon.spectrum(
+        model,
+        torch.zeros(1),
+        loss=lambda m, b: (values * m["theta"].square()).sum() / 2,
+        k=2,
+        optimizer=adam,
+        ggn=False,
+    )
+    assert found.stability_ratio == pytest.approx(2e-3 / 38, rel=1e-3)
 
 
 def test_density() -> None:
