@@ -12,7 +12,7 @@ test: $(READY)
 demo: $(READY)
 	$(BIN)/python examples/quickstart.py
 
-# about 50 minutes; DATA=cifar10_subset.npz for real images
+# about half an hour; DATA=cifar10_subset.npz for real images
 bench: $(READY)
 	$(BIN)/python -m benchmarks.products
 	$(BIN)/python -m benchmarks.speed $(if $(DATA),--data $(DATA)) --write docs/speed-table.md

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,9 @@ def best_of(function: Callable[[], object], repeats: int = 3) -> float:
 
 
 def compare(name: str, model: nn.Module, batch: object, loss: Callable[..., Tensor], node: str) -> None:
-    with open_session(model, batch, loss=loss, nodes=[node], output=None, batch_dim=0, dtype=None) as session:
+    # torch's own operations, which all three ways can use
+    options: dict[str, Any] = {"output": None, "batch_dim": 0, "dtype": None, "lean": False}
+    with open_session(model, batch, loss=loss, nodes=[node], **options) as session:
         operator = session.operator
         tap, slope = operator.graph.taps[0], operator._slopes[0]
         assert slope is not None

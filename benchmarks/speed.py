@@ -1,6 +1,6 @@
 """What a measurement costs, in forward+backward passes of the same batch, beside the papers' protocol.
 
-    make bench                                                    all of it, about 50 minutes on two cores
+    make bench                                                    all of it, about half an hour on two cores
     python -m benchmarks.speed --only gelu,scaling                parts of it
     python -m benchmarks.speed --data cifar10_subset.npz          real images (arrays x_test, y_test) for the ResNets
     python -m benchmarks.speed --write docs/speed-table.md        keep the result
