@@ -94,8 +94,8 @@ class Rows:
                 at.copy_(piece[:, start:stop])
             chunk = precise(chunk) if precisely else chunk
             for top in range(0, self.units, step):
-                stop = min(top + step, self.units)
-                total[top:stop, :stop] += chunk[top:stop] @ chunk[:stop].T
+                end = min(top + step, self.units)
+                total[top:end, :end] += chunk[top:end] @ chunk[:end].T
         lower = total.cpu().double()
         return lower.tril() + lower.tril(-1).T
 

@@ -192,9 +192,13 @@ def _stacked(parts: list[list[Columns | None]], columns: int) -> Products:
 
 def _side_by_side(images: list[Columns]) -> Columns:
     stacked = [torch.cat(rows, dim=1) for rows in zip(*images)]
-    if not all(torch.isfinite(image).all() for image in stacked):
+    check_finite(stacked)
+    return stacked
+
+
+def check_finite(images: Sequence[Tensor]) -> None:
+    if not all(torch.isfinite(image).all() for image in images):
         raise NonFiniteError(
             "a Hessian-vector product is not finite although the loss is; "
             "look for sqrt, norm or log at zero, or overflow in low precision"
         )
-    return stacked

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from curvmon.curvature.arguments import check_arguments, explained, why_not_finite
 from curvmon.curvature.autograd import bypassed, custom_functions, differentiate, product
 from curvmon.curvature.isolation import isolated, own_copy
+from curvmon.curvature.operators import check_finite
 from curvmon.curvature.randomness import reseed
 from curvmon.curvature.session import NOISE_SEED, Loss
 from curvmon.curvature.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.curvature.trees import map_tensors
-from curvmon.errors import InputError, LossError, NonFiniteError
+from curvmon.errors import InputError, LossError
 
 
 class ParameterOperator:
@@ -77,11 +78,7 @@ class ParameterOperator:
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         flat = torch.cat([tensor.reshape(-1).to(self.template) for tensor in tensors])
-        if not torch.isfinite(flat).all():
-            raise NonFiniteError(
-                "a Hessian-vector product is not finite although the loss is; "
-                "look for sqrt, norm or log at zero, or overflow in low precision"
-            )
+        check_finite([flat])
         return flat
 
 
