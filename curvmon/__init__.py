@@ -6,7 +6,7 @@ from curvmon.curvature.measure import measure
 from curvmon.curvature.spectrum import spectrum
 from curvmon.curvature.stability import StabilityLimit, stability_limit
 from curvmon.errors import CurvmonError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
-from curvmon.types import Density, ExactMeasurement, Measurement, Pair, Spectrum
+from curvmon.types import Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
 from curvmon.version import __version__
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Density",
     "DoubleBackwardError",
     "ExactMeasurement",
+    "GroupSpectrum",
     "InputError",
     "LossError",
     "Measurement",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -81,6 +81,20 @@ class Measurement:
             "notes": list(self.notes),
         }
 
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Measurement:
+        """What `to_dict` wrote."""
+        matrices = (*METRICS, "spectral_norm", "gn_norm")
+        return Measurement(
+            nodes=tuple(state["nodes"]),
+            **{name: _matrix(state[name]) for name in matrices},
+            stderr={name: _matrix(value) for name, value in state["stderr"].items()},
+            loss=state["loss"],
+            hvps=state["hvps"],
+            seconds=state["seconds"],
+            notes=tuple(state["notes"]),
+        )
+
     def pairs(self) -> list[Pair]:
         """The pairs on and above the diagonal, in execution order."""
         return [Pair(v, w) for i, v in enumerate(self.nodes) for w in self.nodes[i:]]
@@ -137,6 +151,43 @@ class Density:
         return grid, curves @ self.weights
 
 
+@dataclass(frozen=True, eq=False)
+class GroupSpectrum:
+    """The ends of the spectrum of a diagonal block H[v, v], v a group of parameters; as in `Spectrum`."""
+
+    eigenvalues: Tensor
+    smallest: float
+    residuals: Tensor
+    converged: Tensor
+    verified: bool
+    """another random start found nothing else"""
+    parameters: tuple[str, ...]
+    size: int
+    """how many numbers these are"""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "eigenvalues": self.eigenvalues.tolist(),
+            "smallest": self.smallest,
+            "residuals": self.residuals.tolist(),
+            "converged": self.converged.tolist(),
+            "verified": self.verified,
+            "parameters": list(self.parameters),
+            "size": self.size,
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> GroupSpectrum:
+        known = {name: state[name] for name in ("smallest", "verified", "size")}
+        return GroupSpectrum(
+            **known,
+            eigenvalues=_matrix(state["eigenvalues"]),
+            residuals=_matrix(state["residuals"]),
+            converged=torch.tensor(state["converged"], dtype=torch.bool, device="cpu"),
+            parameters=tuple(state["parameters"]),
+        )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Spectrum:
     """The ends of the spectrum of H = d²L/dθ², θ the parameters that require gradients, in the order of `parameters`.
@@ -171,6 +222,34 @@ class Spectrum:
     """products with H or its Gauss-Newton part that were spent"""
     seconds: float
     notes: tuple[str, ...] = ()
+    groups: Mapping[str, GroupSpectrum] = field(default_factory=dict)
+    """the diagonal blocks of the groups of parameters that were asked for"""
+    phi: float = math.nan
+    """Φ = 1 - Σ‖H_vv‖_F² / ‖H‖_F² over those groups: the share of curvature between them"""
+    phi_stderr: float = math.nan
+
+    def start_vector(self) -> Tensor:
+        """A vector in the span of the eigenvectors, from which a later search begins: all of them alike."""
+        return self.eigenvectors.sum(1)
+
+    def without_vectors(self) -> Spectrum:
+        """The same without the eigenvectors, which take k times the memory of the parameters."""
+        return replace(self, eigenvectors=self.eigenvectors.new_zeros((len(self.eigenvectors), 0)))
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Spectrum:
+        """What `to_dict` wrote; the eigenvectors and the density are not part of it."""
+        known = {name: value for name, value in state.items() if name not in ("eigenvalues", "residuals", "converged")}
+        known["parameters"], known["notes"] = tuple(state["parameters"]), tuple(state["notes"])
+        known["groups"] = {name: GroupSpectrum.from_dict(group) for name, group in state["groups"].items()}
+        return Spectrum(
+            **known,
+            eigenvalues=_matrix(state["eigenvalues"]),
+            residuals=_matrix(state["residuals"]),
+            converged=torch.tensor(state["converged"], dtype=torch.bool, device="cpu"),
+            eigenvectors=torch.zeros((0, 0), device="cpu"),
+            density=None,
+        )
 
     @property
     def sharpness(self) -> float:
@@ -197,6 +276,9 @@ class Spectrum:
             "stability_limit": self.stability_limit,
             "stability_ratio": self.stability_ratio,
             "parameters": list(self.parameters),
+            "groups": {name: group.to_dict() for name, group in self.groups.items()},
+            "phi": self.phi,
+            "phi_stderr": self.phi_stderr,
             "loss": self.loss,
             "hvps": self.hvps,
             "seconds": self.seconds,
@@ -218,11 +300,17 @@ class Spectrum:
                 f"  GGN λ_1  {_cell(self.ggn_eigenvalue, 0.0)}",
                 f"  trace    {_cell(self.trace, self.trace_stderr)}",
                 *([] if math.isnan(self.stability_ratio) else [f"  of the stability limit {self.stability_ratio:.3g}"]),
+                *(f"  group {name}: λ_1 {_cell(g.eigenvalues[0].item(), 0.0)}" for name, g in self.groups.items()),
+                *([] if math.isnan(self.phi) else [f"  Φ        {_cell(self.phi, self.phi_stderr)}"]),
                 *(f"note: {note}" for note in self.notes),
             ]
         )
 
     __repr__ = __str__
+
+
+def _matrix(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _cell(value: float, stderr: float) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from curvmon.curvature.autograd import product
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.operators import Columns, GraphOperator, Products, precise
-from curvmon.curvature.singular import leading_pairs
+from curvmon.curvature.singular import Rights, leading_pairs
 from curvmon.curvature.taps import TappedGraph
 
 MOST_BYTES = 2**30
@@ -124,6 +124,7 @@ class Factors:
             self._weights = torch.where(same, columns / (columns - 1), 1.0).double().fill_diagonal_(0)
         self._outside: dict[int, tuple[int, Tensor]] = {}
         self._roots: dict[int, Tensor] = {}
+        self._rights: Rights | None = None
         self._norms: dict[tuple[int, int], float] = {}
         self._spectral: dict[tuple[int, int], float] = {}
 
@@ -213,22 +214,24 @@ class Factors:
 
     def spectral_norm(self, v: int, w: int) -> float:
         """‖GN[v, w]‖_2, from an exact factor: that of L_v^T D L_w, with G_v = L_v L_v^T; a row of pairs at a time."""
+        v, w = min(v, w), max(v, w)
         if (v, w) not in self._spectral:
-            others = range(v, len(self._grams)) if w >= v else [w]
-            roots = [self._signs.unsqueeze(1) * self._root(other) for other in others]
-            width = max(root.shape[1] for root in roots)
-            padded = torch.stack([torch.nn.functional.pad(root, (0, width - root.shape[1])) for root in roots])
-            norms = leading_pairs(self._root(v), padded)[1].tolist()
-            self._spectral.update({(v, other): norm for other, norm in zip(others, norms)})
+            if self._rights is None:
+                self._rights = Rights([self._signed_root(other) for other in range(len(self._grams))])
+            norms = leading_pairs(self._root(v), self._rights.since(v), self._grams[v])[1].tolist()
+            self._spectral.update({(v, v + i): norm for i, norm in enumerate(norms)})
         return self._spectral[v, w]
 
     def leading(self, v: int, w: int) -> Tensor:
         """The leading left singular vector of GN[v, w], as a column; that of an estimate of GN if this is a sketch."""
         assert self.rows is not None
-        u = leading_pairs(self._root(v), (self._signs.unsqueeze(1) * self._root(w)).unsqueeze(0))[0][0]
         root = self._root(v)
+        u = leading_pairs(root, Rights([self._signed_root(w)]), self._grams[v])[0][0]
         weights = root / root.square().sum(0).clamp_min(torch.finfo(root.dtype).tiny)
         return self.rows[v].transposed((weights @ u).unsqueeze(1))
+
+    def _signed_root(self, v: int) -> Tensor:
+        return self._signs.unsqueeze(1) * self._root(v)
 
     def _root(self, v: int) -> Tensor:
         """L_v with G_v = L_v L_v^T, strongest columns first: F_v itself if it is narrow, else from eigenvectors."""

@@ -46,7 +46,7 @@ def record_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
     """Run once and list the calls of all submodules, in the order in which they returned."""
     calls: list[Call] = []
     counts: Counter[int] = Counter()
-    names = {id(module): _clean(name) for name, module in model.named_modules()}
+    names = {id(module): clean_name(name) for name, module in model.named_modules()}
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         tensor = first_floating(output)
@@ -65,7 +65,7 @@ def record_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
     return calls
 
 
-def _clean(name: str) -> str:
+def clean_name(name: str) -> str:
     """A name without the `_orig_mod` that torch.compile inserts."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
@@ -76,16 +76,16 @@ def resolve(model: nn.Module, calls: list[Call], wanted: Sequence[str], what: st
     `layer*` matches within one level ("layer1", not "layer1.0"), `**` any number of levels. A name may end in
     `.call2` to mean only the second call of a module.
     """
-    named = {_clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    named = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     known = {f"{ROOT}_": model, ROOT: model, **named}
     chosen: set[tuple[int, int]] = set()
     for pattern in wanted:
-        clean = _clean(pattern)
+        clean = clean_name(pattern)
         base, call = _split_call(clean, known)
         if base in known:
             chosen.update(_named(calls, base, known[base], call, what))
         elif any(c in pattern for c in "*?["):
-            matched = {id(module) for name, module in named.items() if _matches(name, clean)}
+            matched = {id(module) for name, module in named.items() if matches(name, clean)}
             usable = {c.key for c in calls if id(c.module) in matched and c.shape is not None}
             if not usable:
                 reason = "no module" if not matched else "no module that is called and returns a floating tensor"
@@ -119,7 +119,9 @@ def _named(calls: list[Call], name: str, module: nn.Module, call: int | None, wh
     return [c.key for c in ran]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """`layer*` matches within one level, `**` any number of levels."""
+
     def match(parts: list[str], patterns: list[str]) -> bool:
         if not patterns:
             return not parts

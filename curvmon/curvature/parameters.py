@@ -2,19 +2,21 @@
 
     H z   = d/dθ <dL/dθ, z>                    GGN z = J^T S J z,  J = d out / dθ,  S = d²L / d out²
 
-by `autograd.grad` alone. Vectors are flat; the parameters are those that require gradients, shared ones once.
+by `autograd.grad` alone. Vectors are flat; the parameters are those that require gradients, shared ones once. The loss
+of several batches is the mean over all samples; its graphs are built one after the other for every product, so that
+memory is that of one batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvmon.curvature.arguments import check_arguments, explained, why_not_finite
+from curvmon.curvature.arguments import batch_size, check_arguments, explained, why_not_finite
 from curvmon.curvature.autograd import bypassed, custom_functions, differentiate, product
 from curvmon.curvature.isolation import isolated, own_copy
 from curvmon.curvature.operators import check_finite
@@ -25,25 +27,71 @@ from curvmon.curvature.trees import map_tensors
 from curvmon.errors import InputError, LossError
 
 
-class ParameterOperator:
+class _GraphProducts:
     """Products by the parameters of one tapped graph, whose output is tapped and whose layers are not."""
 
-    def __init__(self, graph: TappedGraph, parameters: Mapping[str, Tensor], originals: Sequence[Tensor]) -> None:
+    def __init__(self, graph: TappedGraph, parameters: list[Tensor]) -> None:
         self._graph = graph
+        self._parameters = parameters
+        self.loss = graph.loss.item()
+        self._slopes = differentiate([graph.loss], parameters, create_graph=True)
+        self._pullbacks: list[Tensor | None] | None = None
+
+    @property
+    def depends(self) -> bool:
+        return any(slope is not None for slope in self._slopes)
+
+    def custom_functions(self) -> list[str]:
+        return custom_functions([self._graph.loss, *(slope for slope in self._slopes if slope is not None)])
+
+    def has_ggn(self) -> bool:
+        graph = self._graph
+        return bool(graph.outputs) and not bypassed(graph.loss, self._parameters, graph.output_taps)
+
+    def hessian(self, rows: Sequence[int], columns: Sequence[int], z: Sequence[Tensor]) -> list[Tensor]:
+        """H[rows, columns] z, only as much differentiated as that needs."""
+        return product([self._slopes[i] for i in columns], [self._parameters[i] for i in rows], z)
+
+    def ggn(self, z: Sequence[Tensor]) -> list[Tensor]:
+        graph = self._graph
+        if self._pullbacks is None:
+            self._output_slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
+            self._cotangents = [torch.zeros_like(out, requires_grad=True) for out in graph.outputs]
+            self._pullbacks = differentiate(graph.outputs, self._parameters, self._cotangents, create_graph=True)
+        tangents = product(self._pullbacks, self._cotangents, z)
+        curved = product(self._output_slopes, graph.output_taps, tangents)
+        return product(graph.outputs, self._parameters, curved)
+
+
+class ParameterOperator:
+    """Products with H and GGN of a loss, or of the weighted sum of several."""
+
+    def __init__(
+        self,
+        losses: Sequence[tuple[float, Callable[[], TappedGraph]]],
+        parameters: Mapping[str, Tensor],
+        originals: Sequence[Tensor],
+    ) -> None:
+        self._losses = losses
         self.names = tuple(parameters)
         self.originals = originals
         """the user's parameters, of which these are copies"""
         self._parameters = list(parameters.values())
-        self._sizes = [parameter.numel() for parameter in self._parameters]
-        self.size = sum(self._sizes)
-        self.loss = graph.loss.item()
-        self._slopes = differentiate([graph.loss], self._parameters, create_graph=True)
-        if all(slope is None for slope in self._slopes):
-            raise LossError("the loss does not depend on any trainable parameter of the model; is it detached?")
-        self.custom_functions = custom_functions([graph.loss, *(s for s in self._slopes if s is not None)])
-        self.has_ggn = bool(graph.outputs) and not bypassed(graph.loss, self._parameters, graph.output_taps)
-        self._pullbacks: list[Tensor | None] | None = None
+        self.sizes = [parameter.numel() for parameter in self._parameters]
+        self.size = sum(self.sizes)
         self.products = 0
+        self.loss, self.has_ggn, depends = 0.0, True, False
+        functions: set[str] = set()
+        self._kept: _GraphProducts | None = None
+        for weight, graph in self._graphs():
+            self.loss += weight * graph.loss
+            depends |= graph.depends
+            self.has_ggn &= graph.has_ggn()
+            functions.update(graph.custom_functions())
+            self._kept = graph if len(losses) == 1 else None
+        if not depends:
+            raise LossError("the loss does not depend on any trainable parameter of the model; is it detached?")
+        self.custom_functions = sorted(functions)
 
     @property
     def template(self) -> Tensor:
@@ -51,20 +99,18 @@ class ParameterOperator:
         return self._parameters[0].detach().new_zeros(())
 
     def hessian(self, z: Tensor) -> Tensor:
-        self.products += 1
-        return self._flat(product(self._slopes, self._parameters, self._shaped(z)))
+        every = range(len(self._parameters))
+        return self.block(every, every, z)
+
+    def block(self, rows: Sequence[int], columns: Sequence[int], z: Tensor) -> Tensor:
+        """H[rows, columns] z for some of the parameters, given by their indices."""
+        shaped = self._shaped(z, columns)
+        return self._summed(lambda graph: graph.hessian(rows, columns, shaped))
 
     def ggn(self, z: Tensor) -> Tensor:
         """Only where `has_ggn`."""
-        self.products += 1
-        graph = self._graph
-        if self._pullbacks is None:
-            self._output_slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
-            self._cotangents = [torch.zeros_like(out, requires_grad=True) for out in graph.outputs]
-            self._pullbacks = differentiate(graph.outputs, self._parameters, self._cotangents, create_graph=True)
-        tangents = product(self._pullbacks, self._cotangents, self._shaped(z))
-        curved = product(self._output_slopes, graph.output_taps, tangents)
-        return self._flat(product(graph.outputs, self._parameters, curved))
+        shaped = self._shaped(z, range(len(self._parameters)))
+        return self._summed(lambda graph: graph.ggn(shaped))
 
     def flat(self, values: Mapping[Tensor, Tensor], default: float) -> Tensor:
         """Values that belong to the user's parameters, as one vector."""
@@ -72,19 +118,30 @@ class ParameterOperator:
         whole = [torch.full_like(p, default) if value is None else value for value, p in zip(known, self._parameters)]
         return torch.cat([value.detach().reshape(-1).to(self.template) for value in whole])
 
-    def _shaped(self, z: Tensor) -> list[Tensor]:
-        parts = torch.split(z, self._sizes)
-        return [part.reshape(p.shape).to(p) for part, p in zip(parts, self._parameters)]
+    def _graphs(self) -> Iterator[tuple[float, _GraphProducts]]:
+        for weight, build in self._losses:
+            yield weight, self._kept or _GraphProducts(build(), self._parameters)
 
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        flat = torch.cat([tensor.reshape(-1).to(self.template) for tensor in tensors])
-        check_finite([flat])
-        return flat
+    def _summed(self, image: Callable[[_GraphProducts], Sequence[Tensor]]) -> Tensor:
+        self.products += 1
+        total: Tensor | None = None
+        for weight, graph in self._graphs():
+            flat = torch.cat([tensor.reshape(-1).to(self.template) for tensor in image(graph)])
+            if len(self._losses) > 1:
+                flat = flat * weight
+            total = flat if total is None else total.add_(flat)
+        assert total is not None
+        check_finite([total])
+        return total
+
+    def _shaped(self, z: Tensor, columns: Sequence[int]) -> list[Tensor]:
+        parts = torch.split(z, [self.sizes[i] for i in columns])
+        return [part.reshape(self._parameters[i].shape).to(self._parameters[i]) for part, i in zip(parts, columns)]
 
 
 @contextmanager
 def open_parameters(
-    model: nn.Module, batch: Any, *, loss: Loss, dtype: torch.dtype | None = None
+    model: nn.Module, batches: Sequence[Any], *, loss: Loss, dtype: torch.dtype | None = None
 ) -> Iterator[ParameterOperator]:
     """The operator for the life of the context; the model is as before when it ends, however it ends."""
     check_arguments(model, loss, None, None, 0)
@@ -98,11 +155,23 @@ def open_parameters(
         copies = dict(model.named_parameters())
         parameters = {name: copies[name].requires_grad_() for name in trainable}
 
-        def run() -> Tensor:
-            reseed(NOISE_SEED)
-            return checked_scalar(loss(model, map_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
+        def build(batch: Any) -> TappedGraph:
+            def run() -> Tensor:
+                reseed(NOISE_SEED)
+                return checked_scalar(loss(model, map_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
 
-        graph = explained(lambda: tapped_forward([], run, batch_dim=0), model, dtype)
-        if not torch.isfinite(graph.loss):
-            raise LossError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
-        yield ParameterOperator(graph, parameters, list(trainable.values()))
+            graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, dtype)
+            if not torch.isfinite(graph.loss):
+                raise LossError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
+            return graph
+
+        losses = [(share, lambda batch=batch: build(batch)) for share, batch in zip(_shares(batches), batches)]
+        yield ParameterOperator(losses, parameters, list(trainable.values()))
+
+
+def _shares(batches: Sequence[Any]) -> list[float]:
+    """Of the samples: the weighted sum of losses that are means over their samples is then the mean over all."""
+    if len(batches) == 1:
+        return [1.0]
+    counts = [batch_size(batch, 0) or 1 for batch in batches]
+    return [count / sum(counts) for count in counts]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.lanczos import Lanczos, Product
-from curvmon.curvature.parameters import ParameterOperator
 from curvmon.curvature.randomness import gaussian
-from curvmon.curvature.stability import stability_limit
 from curvmon.types import Density
 
 EXTRA_VECTORS = 20
@@ -20,8 +18,24 @@ EXTRA_VECTORS = 20
 TRACE_PROBES = 10
 FEW_DIMENSIONS = 2**16
 DENSITY_RUNS, DENSITY_STEPS = 4, 20
+FLOOR = 1e-4
+"""of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
 FRESH_STEPS = 8
 """products at least before a second start may say that it finds nothing"""
+
+
+class SymmetricOperator(Protocol):
+    """What a search needs to know of a matrix."""
+
+    size: int
+    products: int
+    """how many have been spent"""
+
+    @property
+    def template(self) -> Tensor:
+        """A vector's dtype and device."""
+
+    def hessian(self, z: Tensor) -> Tensor: ...
 
 
 class Found(NamedTuple):
@@ -31,8 +45,20 @@ class Found(NamedTuple):
     residuals: Tensor
     vectors: list[Tensor]
 
-    def settled(self, rtol: float) -> Tensor:
-        return self.residuals <= rtol * self.values.abs().max()
+    def settled(self, rtol: float, k: int) -> Tensor:
+        return self.residuals <= tolerances(self.values, rtol, k)
+
+
+def tolerances(values: Tensor, rtol: float, k: int) -> Tensor:
+    """How large a residual may be: `rtol` of the eigenvalue itself for the first k, of the largest for the smallest.
+
+    An eigenvalue among the bulk around zero need not be known to a share of itself. The smallest one is often part of
+    the bulk; what matters is whether it is large beside λ_1.
+    """
+    largest = values.abs().max()
+    allowed = torch.maximum(rtol * values.abs(), min(rtol, FLOOR) * largest)
+    allowed[k:] = rtol * largest
+    return allowed
 
 
 class Search:
@@ -42,13 +68,24 @@ class Search:
     """
 
     def __init__(
-        self, operator: ParameterOperator, k: int, rtol: float, limit: int, generator: torch.Generator
+        self,
+        operator: SymmetricOperator,
+        k: int,
+        rtol: float,
+        limit: int,
+        generator: torch.Generator,
+        smallest: bool = True,
     ) -> None:
         self._operator = operator
         self._k = min(k, operator.size)
         self._rtol = rtol
         self._limit = limit
         self._generator = generator
+        self._waited_for = self._k + 1 if smallest else self._k
+
+    def _is_done(self, values: Tensor, residuals: Tensor) -> bool:
+        enough = residuals <= tolerances(values, self._rtol, self._k)
+        return bool(enough[: self._waited_for].all())
 
     def random(self) -> Tensor:
         return gaussian(self._operator.template.expand(self._operator.size), 1, self._generator).squeeze(1)
@@ -68,9 +105,20 @@ class Search:
             space.step(self._k + 3, 2)
             ritz = space.ends(self._k, 1)
             enough = len(space.basis) > self._k
-            if enough and (ritz.residuals <= self._rtol * ritz.values.abs().max()).all():
+            if enough and self._is_done(ritz.values, ritz.residuals):
                 break
         return space
+
+    def found(self, start: Tensor | None, verify: bool) -> tuple[Found, bool]:
+        """The ends, and whether another start found nothing else."""
+        return self.verified(self.extract(self.ends(start)), verify)
+
+    def verified(self, found: Found, wanted: bool) -> tuple[Found, bool]:
+        """`verify`, if wanted or needed, and if there is something settled to start from."""
+        missing = len(found.values) < self._k  # an invariant space that is too small
+        if (wanted or missing) and self._is_done(found.values, found.residuals):
+            return self.verify(found)
+        return found, False
 
     def extract(self, space: Lanczos) -> Found:
         ritz = space.ends(self._k, 1)
@@ -85,7 +133,7 @@ class Search:
         """
         while len(found.values) < self._operator.size:
             few = len(found.values) <= self._k
-            scale = found.values.abs().max().item() * self._rtol
+            scale = tolerances(found.values, self._rtol, self._k).min().item()
             space = Lanczos(self._operator.hessian, self.random(), capacity=EXTRA_VECTORS - 4, locked=found.vectors)
             settled = space.exhausted
             while not (space.exhausted or settled) and self._operator.products < self._limit:
@@ -123,29 +171,6 @@ class Search:
             if ritz.residuals[0] <= self._rtol * ritz.values.abs().max():
                 return ritz.values[0].item(), True
         return (space.ends(1, 0).values[0].item() if space.basis else 0.0), space.exhausted
-
-    def stability(self, optimizer: torch.optim.Optimizer, found: Found) -> tuple[float, float, str]:
-        """The limit, λ_1 over it, and which limit it is; for a preconditioner P, λ_1 is that of P^-1/2 H P^-1/2."""
-        rule = stability_limit(optimizer)
-        if math.isnan(rule.limit):
-            return math.nan, math.nan, rule.reason
-        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if all(id(p) in moved for p in self._operator.originals) and rule.preconditioner is None:
-            return rule.limit, found.values[0].item() / rule.limit, rule.reason
-        # a parameter that the optimizer does not move cannot make it unstable
-        weights = rule.preconditioner or {p: torch.ones_like(p) for p in self._operator.originals if id(p) in moved}
-        root = self._operator.flat(weights, math.inf).rsqrt()
-        if not root.any():
-            return rule.limit, math.nan, "the optimizer moves none of these parameters"
-        decay = self._operator.flat(rule.decay, 0.0)
-        start = torch.where(root > 0, found.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
-        length = torch.linalg.vector_norm(start).clamp_min(torch.finfo(start.dtype).tiny)
-
-        def preconditioned(z: Tensor) -> Tensor:
-            return root * (self._operator.hessian(root * z) + decay * root * z)
-
-        top, converged = self.top(preconditioned, start / length)
-        return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
     def density(self) -> Density:
         """Gauss quadrature of the spectral measure of random vectors: Ritz values with squared first components."""

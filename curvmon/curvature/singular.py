@@ -16,35 +16,49 @@ SMALL = 64
 """up to this size a full decomposition is as fast"""
 
 
-def leading_pairs(left: Tensor, rights: Tensor) -> tuple[Tensor, Tensor]:
+class Rights:
+    """Right factors, many x rows x columns: in double precision, and scaled to length one in single."""
+
+    def __init__(self, matrices: list[Tensor]) -> None:
+        columns = max(matrix.shape[1] for matrix in matrices)
+        self.whole = torch.stack([torch.nn.functional.pad(m, (0, columns - m.shape[1])) for m in matrices])
+        size = torch.linalg.vector_norm(self.whole, dim=(1, 2), keepdim=True).clamp_min(1e-300)
+        self.unit = (self.whole / size).float()
+
+    def since(self, first: int) -> Rights:
+        """Without the matrices before `first`; nothing is copied."""
+        rest = Rights.__new__(Rights)
+        rest.whole, rest.unit = self.whole[first:], self.unit[first:]
+        return rest
+
+
+def leading_pairs(left: Tensor, rights: Rights, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """For every right in `rights` the left singular vector (a row) and value of left^T right, the largest.
 
     By subspace iteration that begins with the first columns: they should be the strongest. Where it does not settle
-    soon, a full decomposition takes over.
+    soon, a full decomposition takes over. `gram` is left left^T where that is known.
     """
-    many, _, columns = rights.shape
+    many, _, columns = rights.whole.shape
     vectors, values = left.new_zeros((many, left.shape[1])), left.new_zeros(many)
     settled = torch.zeros(many, dtype=torch.bool, device=left.device)
     if min(left.shape[1], columns) > SMALL:
-        best, settled = _iterate(left, rights)
-        images = left.T @ (rights @ best.to(rights))
+        best, settled = _iterate(left @ left.T if gram is None else gram, rights.unit)
+        images = left.T @ (rights.whole @ best.to(rights.whole))
         values = torch.linalg.vector_norm(images, dim=1).squeeze(1)
         vectors = images.squeeze(2) / values.unsqueeze(1)
     for i in (~settled).nonzero().flatten().tolist():
-        u, s, _ = torch.linalg.svd(left.T @ rights[i], full_matrices=False)
+        u, s, _ = torch.linalg.svd(left.T @ rights.whole[i], full_matrices=False)
         vectors[i], values[i] = (u[:, 0], s[0]) if len(s) and s[0] > 0 else (0.0, 0.0)
     return vectors, values
 
 
-def _iterate(left: Tensor, rights: Tensor) -> tuple[Tensor, Tensor]:
+def _iterate(gram: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """Leading right vectors (unit columns), and which of them have settled.
 
     A vector that is right to 1e-4 can be found in single precision; only its value wants double.
     """
-    columns = rights.shape[2]
-    size = torch.linalg.vector_norm(rights, dim=(1, 2), keepdim=True).clamp_min(1e-300)
-    others = (rights / size).float()
-    gram = (left @ left.T / left.square().sum().clamp_min(1e-300)).float()
+    columns = others.shape[2]
+    gram = (gram / gram.trace().clamp_min(1e-300)).float()
     # the strongest columns, and in case the matrix is blind to them, random ones
     random = gaussian(others.new_zeros(columns), 4, torch.Generator("cpu").manual_seed(0)) / math.sqrt(columns)
     blocks = torch.cat([torch.eye(columns, 8, dtype=others.dtype, device=others.device), random], dim=1)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvmon.curvature.arguments import check_budget, check_integer
+from curvmon.curvature.groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
 from curvmon.curvature.parameters import ParameterOperator, open_parameters
-from curvmon.curvature.search import Search
+from curvmon.curvature.search import Found, Search
 from curvmon.curvature.session import Loss
+from curvmon.curvature.stability import stability_limit
 from curvmon.errors import InputError
 from curvmon.types import Spectrum
 
@@ -26,12 +29,15 @@ def spectrum(
     ggn: bool = True,
     trace: bool = True,
     density: bool = False,
-    start: Spectrum | None = None,
+    start: Spectrum | Tensor | None = None,
     seed: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
+    groups: Groups | None = None,
+    more_batches: Sequence[Any] = (),
     rtol: float = 1e-4,
     max_hvps: int = 300,
     verify: bool = True,
+    smallest: bool = True,
 ) -> Spectrum:
     """The k largest eigenvalues of d²L/dθ² and the smallest, the top one of its Gauss-Newton part, and the trace.
 
@@ -39,10 +45,11 @@ def spectrum(
     size of the parameters in memory. θ are the parameters that require gradients. The model is as before afterwards; it
     is measured in eval mode, in float32 or better.
 
-    An eigenvalue is `converged` if ‖Hv - λv‖ is below `rtol` times the largest magnitude: then there is an eigenvalue
-    that close. That none is missing is another matter: a Krylov space holds one copy of a multiple eigenvalue, and one
-    to which its start is nearly orthogonal comes late. So with `verify` a second random start, orthogonal to what was
-    found, looks for others, until one finds nothing; otherwise a note says so.
+    An eigenvalue is `converged` if ‖Hv - λv‖ is below `rtol` times its own magnitude, or below 1e-4 of the largest (the
+    smallest eigenvalue: `rtol` of the largest): then there is an eigenvalue that close. That none is missing is another
+    matter: a Krylov space holds one copy of a multiple eigenvalue, and one to which its start is nearly orthogonal
+    comes late. So with `verify` a second random start, orthogonal to what was found, looks for others, until one finds
+    nothing; otherwise a note says so.
 
     Args:
         model: any module.
@@ -52,13 +59,19 @@ def spectrum(
         ggn: also the top eigenvalue of the Gauss-Newton part, as a rule a few products more.
         trace: also the trace, exactly on the Krylov space and by ten random probes outside.
         density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 products more.
-        start: an earlier result for the same parameters; its eigenvectors are where to begin.
+        start: an earlier result for the same parameters; its eigenvectors are where to begin. Or a flat vector.
         seed: of the start vector and the probes.
         optimizer: whose limit of stability to compare with; see `stability_limit`. Adam and the like cost some products
             more, for the eigenvalue of the preconditioned Hessian.
+        groups: names or patterns of modules or parameters (["stem", "layer*"]), or a mapping of group names to such:
+            also the eigenvalues of each group's own block, and Φ, the share of curvature between the groups. Costs as
+            many products per group as for all parameters, cheaper ones, and ten more for Φ.
+        more_batches: others like `batch`; the Hessian is then that of the mean over all their samples. A product takes
+            one more forward and backward pass for each of them, but no more memory.
         rtol: relative size of a residual that counts as converged.
         max_hvps: stop before this many products for the eigenvalues; what has not converged by then says so.
         verify: look for eigenvalues that are missing, at about the price of finding them.
+        smallest: go on until the smallest one has converged too; otherwise it is reported as far as it is known then.
 
     Example:
         >>> import torch, curvmon
@@ -74,18 +87,17 @@ def spectrum(
     if k < 1:
         raise InputError(f"k must be at least 1, not {k}")
     notes: list[str] = []
-    with open_parameters(model, batch, loss=loss) as operator:
-        search = Search(operator, k, rtol, max_hvps, torch.Generator("cpu").manual_seed(seed))
+    with open_parameters(model, [batch, *more_batches], loss=loss) as operator:
+        members = {} if groups is None else resolve_groups(operator.names, groups)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        search = Search(operator, k, rtol, max_hvps, generator, smallest)
         space = search.ends(_start(operator, start))
         total, stderr = search.trace(space) if trace else (math.nan, math.nan)
-        found = search.extract(space)
-        verified = False
-        missing = len(found.values) < min(k, operator.size)  # an invariant space that is too small
-        if (verify or missing) and found.settled(rtol).all():
-            found, verified = search.verify(found)
-        converged = found.settled(rtol)
-        if not converged.all():
-            notes.append(f"{int((~converged).sum())} of {len(converged)} values have not converged to rtol={rtol:g}")
+        found, verified = search.verified(search.extract(space), verify)
+        converged = found.settled(rtol, k)
+        waited = converged if smallest else converged[:k]
+        if not waited.all():
+            notes.append(f"{int((~waited).sum())} of {len(waited)} values have not converged to rtol={rtol:g}")
         elif not verified:
             notes.append(
                 "not verified: an eigenvalue of multiplicity two may be listed once, and one that the start vector "
@@ -105,9 +117,21 @@ def spectrum(
             )
         limit = ratio = math.nan
         if optimizer is not None:
-            limit, ratio, reason = search.stability(optimizer, found)
+            limit, ratio, reason = _against_limit(search, operator, optimizer, found)
             notes.append(f"stability limit: {reason}")
         distribution = search.density() if density else None
+        blocks = {
+            name: group_spectrum(
+                operator, inside, k=k, rtol=rtol, max_hvps=max_hvps, verify=verify, generator=generator
+            )
+            for name, inside in members.items()
+        }
+        phi = phi_stderr = math.nan
+        if members:
+            phi, phi_stderr = off_diagonal_share(operator, list(members.values()), found, generator)
+        unsettled = [name for name, block in blocks.items() if not block.converged.all()]
+        if unsettled:
+            notes.append(f"values of the groups {', '.join(unsettled)} have not converged to rtol={rtol:g}")
         if operator.custom_functions:
             notes.append(
                 f"custom autograd functions ({', '.join(operator.custom_functions)}): the numbers are right only if "
@@ -128,6 +152,9 @@ def spectrum(
         density=distribution,
         stability_limit=limit,
         stability_ratio=ratio,
+        groups=blocks,
+        phi=phi,
+        phi_stderr=phi_stderr,
         parameters=operator.names,
         loss=operator.loss,
         hvps=operator.products,
@@ -136,9 +163,39 @@ def spectrum(
     )
 
 
-def _start(operator: ParameterOperator, earlier: Spectrum | None) -> Tensor | None:
+def _against_limit(
+    search: Search, operator: ParameterOperator, optimizer: torch.optim.Optimizer, found: Found
+) -> tuple[float, float, str]:
+    """The limit, λ_1 over it, and which limit it is; for a preconditioner P, λ_1 is that of P^-1/2 H P^-1/2."""
+    rule = stability_limit(optimizer)
+    if math.isnan(rule.limit):
+        return math.nan, math.nan, rule.reason
+    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if all(id(p) in moved for p in operator.originals) and rule.preconditioner is None:
+        return rule.limit, found.values[0].item() / rule.limit, rule.reason
+    # a parameter that the optimizer does not move cannot make it unstable
+    weights = rule.preconditioner or {p: torch.ones_like(p) for p in operator.originals if id(p) in moved}
+    root = operator.flat(weights, math.inf).rsqrt()
+    if not root.any():
+        return rule.limit, math.nan, "the optimizer moves none of these parameters"
+    decay = operator.flat(rule.decay, 0.0)
+    start = torch.where(root > 0, found.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
+    length = torch.linalg.vector_norm(start).clamp_min(torch.finfo(start.dtype).tiny)
+
+    def preconditioned(z: Tensor) -> Tensor:
+        return root * (operator.hessian(root * z) + decay * root * z)
+
+    top, converged = search.top(preconditioned, start / length)
+    return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
+
+
+def _start(operator: ParameterOperator, earlier: Spectrum | Tensor | None) -> Tensor | None:
     if earlier is None:
         return None
+    if isinstance(earlier, Tensor):
+        if earlier.shape != (operator.size,):
+            raise InputError(f"start= has shape {tuple(earlier.shape)}, the parameters are {operator.size} numbers")
+        return earlier.to(operator.template)
     if earlier.parameters != operator.names or len(earlier.eigenvectors) != operator.size:
         raise InputError("start= is the spectrum of another model, or of other parameters; leave it out")
-    return earlier.eigenvectors.to(operator.template).sum(1)
+    return earlier.start_vector().to(operator.template)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import curvmon
 from curvmon.curvature import factors, gauss_newton, losses, operators
 from curvmon.curvature.session import open_session
-from curvmon.curvature.singular import leading_pairs
+from curvmon.curvature.singular import Rights, leading_pairs
 
 SAMPLES, OUTPUTS = 8, 5
 Loss = Callable[[Any, Any], Tensor]
@@ -250,7 +250,7 @@ def test_batched_products_are_the_same(x: Tensor, monkeypatch: pytest.MonkeyPatc
 
 
 def leading_pair(matrix: Tensor) -> tuple[Tensor, float]:
-    vectors, values = leading_pairs(matrix.T, torch.eye(matrix.shape[1], dtype=matrix.dtype).unsqueeze(0))
+    vectors, values = leading_pairs(matrix.T, Rights([torch.eye(matrix.shape[1], dtype=matrix.dtype)]))
     return vectors[0], values[0].item()
 
 
