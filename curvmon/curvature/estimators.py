@@ -51,6 +51,7 @@ class PairEstimator:
         max_hvps: int | None,
         generator: torch.Generator,
         known: Knowledge = NOTHING,
+        clamp: bool = False,
     ) -> None:
         self._operator = operator
         self._names = names
@@ -62,6 +63,8 @@ class PairEstimator:
         self._n = len(self._nodes)
         self._price = operator.price
         least = known.spent + (2 + FEWEST_PROBES) * self._n * self._price
+        if clamp and max_hvps is not None:
+            max_hvps = max(max_hvps, least)
         if max_hvps is not None and max_hvps < least:
             raise InputError(
                 f"max_hvps={max_hvps} is too few: at least {least} products are needed, two directions and three "
@@ -88,17 +91,18 @@ class PairEstimator:
     def _build_basis(self) -> None:
         """At every node a few steps of Lanczos' method for its own block, whose leading directions matter for all."""
         steps = max(1, min(LANCZOS_STEPS, self._columns // 3))
+        directions: dict[int, Tensor] = {}
         for v in self._nodes:
             if self._operator.templates[v].numel() <= min(SMALL_NODE, self._columns):
                 self._spent += self._basis.complete(v)
-                continue
-            direction = self._first(v)
-            for _ in range(steps):
-                spent = self._basis.extend(v, direction / torch.linalg.vector_norm(direction), 1)
-                self._spent += spent
-                direction = self._basis.last_image(v, v)
-                if spent == 0 or not direction.any():
-                    break
+            else:
+                directions[v] = self._first(v)
+        for _ in range(steps):
+            units = {v: direction / torch.linalg.vector_norm(direction) for v, direction in directions.items()}
+            spent = self._basis.extend_all(units, 1)
+            self._spent += sum(spent.values())
+            images = {v: self._basis.last_image(v, v) for v, products in spent.items() if products}
+            directions = {v: image for v, image in images.items() if image.any()}
 
     def _first(self, v: int) -> Tensor:
         """Where GN is known, its leading direction and a random one in equal parts: T may be elsewhere.
@@ -132,11 +136,11 @@ class PairEstimator:
                     if length**2 > 1e-3 * ritz.tilt:
                         wanted[node].append(missing * (lacking / length))
             most = max((ritz.may_lack() for ritz in leading.values()), default=1.0)
-            before = self._spent
-            for v, candidates in wanted.items():
-                if self._spent + self._price <= self._basis_budget():
-                    self._spent += self._basis.extend(v, torch.stack(candidates, dim=1) / most, 1)
-            if self._spent == before:
+            affordable = max(0, (self._basis_budget() - self._spent) // self._price)
+            chosen = list(wanted.items())[:affordable]
+            spent = self._basis.extend_all({v: torch.stack(some, dim=1) / most for v, some in chosen}, 1)
+            self._spent += sum(spent.values())
+            if not any(spent.values()):
                 return
 
     def _basis_budget(self) -> int:
@@ -158,8 +162,7 @@ class PairEstimator:
         )
         wanted = {v: first for v in open_nodes}
         while True:
-            for v, count in wanted.items():
-                self._spent += self._rest.add(v, count, self._generator)
+            self._spent += self._rest.add(wanted, self._generator)
             matrices = assembler.matrices()
             unsure = self._unsure(matrices)
             wanted = {v: min(-(-self._rest.count(v) // 2), self._rest.room(v)) for v in open_nodes if v in unsure}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvmon.curvature.autograd import product
 from curvmon.curvature.intervals import small_sample_factor
-from curvmon.curvature.operators import Columns, GraphOperator, Products, precise
+from curvmon.curvature.operators import Columns, Products, precise
 from curvmon.curvature.singular import Rights, leading_pairs
 from curvmon.curvature.taps import TappedGraph
 
@@ -294,15 +294,23 @@ def _rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch_dim: i
     return {v: Rows(pieces.pop(v)) for v in nodes}
 
 
+Remainders = Callable[[Sequence[tuple[int, Tensor]]], list[Products]]
+"""T[:, w] Z for several (w, Z)"""
+
+
 class FactoredOperator:
     """The `BlockOperator` of a network whose GN has an exact factor: a column costs one product, that with T."""
 
     price = 1
 
-    def __init__(self, operator: GraphOperator, factors: Factors) -> None:
-        self._operator = operator
+    def __init__(self, templates: Sequence[Tensor], remainders: Remainders, factors: Factors) -> None:
+        self.templates = templates
+        self._remainders = remainders
         self._factors = factors
-        self.templates: Sequence[Tensor] = operator.templates
 
     def columns(self, w: int, z: Tensor) -> Products:
-        return self._operator.remainders(w, z)._replace(gauss_newton=self._factors.product(w, z))
+        return self.many([(w, z)])[0]
+
+    def many(self, requests: Sequence[tuple[int, Tensor]]) -> list[Products]:
+        found = zip(requests, self._remainders(requests))
+        return [part._replace(gauss_newton=self._factors.product(w, z)) for (w, z), part in found]

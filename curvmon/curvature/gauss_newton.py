@@ -18,6 +18,7 @@ from curvmon.curvature.factors import Cotangents, FactoredOperator, Factors, bui
 from curvmon.curvature.losses import Layout, dense_factor, sketch
 from curvmon.curvature.operators import BlockOperator, Columns, GraphOperator, norm_squared, precise, precise_dtype
 from curvmon.curvature.randomness import gaussian
+from curvmon.curvature.teams import ALONE, Team, TeamOperator
 
 MOST_COLUMNS = 24
 """outputs per sample up to which factors are exact: one backward pass each"""
@@ -139,8 +140,8 @@ def _flat(remainder: Columns, gauss_newton: Columns) -> frozenset[int]:
     return frozenset(v for v, (t, gn) in enumerate(sizes) if t <= (10 * eps) ** 2 * gn)
 
 
-def with_factors(operator: GraphOperator, known: Knowledge) -> BlockOperator:
-    """The cheapest way to the products."""
+def with_factors(operator: GraphOperator, known: Knowledge, team: Team = ALONE) -> BlockOperator:
+    """The cheapest way to the products; those with the graph are divided among the members of a team."""
     if known.factors is not None and known.is_exact and known.factors.rows is not None:
-        return FactoredOperator(operator, known.factors)
-    return operator
+        return FactoredOperator(operator.templates, lambda some: team.remainders(operator, some), known.factors)
+    return TeamOperator(operator, team)

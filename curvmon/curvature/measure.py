@@ -15,6 +15,7 @@ from curvmon.curvature.estimators import PairEstimator
 from curvmon.curvature.gauss_newton import examine, with_factors
 from curvmon.curvature.selfcheck import recheck
 from curvmon.curvature.session import Loss, open_session
+from curvmon.curvature.teams import ALONE, Team
 from curvmon.types import Measurement
 
 
@@ -66,6 +67,34 @@ def measure(
         >>> m.resonance.shape
         torch.Size([2, 2])
     """
+    return run_measurement(
+        model,
+        batch,
+        loss=loss,
+        nodes=nodes,
+        output=output,
+        batch_dim=batch_dim,
+        rtol=rtol,
+        max_hvps=max_hvps,
+        seed=seed,
+    )
+
+
+def run_measurement(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    nodes: Sequence[str] | None,
+    output: str | None,
+    batch_dim: int,
+    rtol: float,
+    max_hvps: int | None,
+    seed: int,
+    clamp: bool = False,
+    team: Team = ALONE,
+) -> Measurement:
+    """`measure` for a monitor: with `clamp`, too small a `max_hvps` is raised to the least that gives an answer."""
     start = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
     reopen = functools.partial(open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim)
@@ -74,12 +103,13 @@ def measure(
         generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
         known = examine(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
         estimate = PairEstimator(
-            with_factors(session.operator, known),
+            with_factors(session.operator, known, team),
             session.names,
             rtol=rtol,
             max_hvps=max_hvps,
             generator=generator,
             known=known,
+            clamp=clamp,
         ).run()
     names, value, functions = session.names, session.loss, session.operator.custom_functions
     notes = [*session.notes, *known.notes]

@@ -57,6 +57,12 @@ class BlockOperator(Protocol):
         """Products with the columns of z (d_w x k). How they are batched is up to the operator."""
 
 
+def columns_of_all(operator: BlockOperator, requests: Sequence[tuple[int, Tensor]]) -> list[Products]:
+    """`columns` for several nodes; an operator that divides its work among processes has `many`, and gets all at once."""
+    many: Callable[[Sequence[tuple[int, Tensor]]], list[Products]] | None = getattr(operator, "many", None)
+    return [operator.columns(w, z) for w, z in requests] if many is None else many(requests)
+
+
 class GraphOperator:
     """The `BlockOperator` of a tapped graph. Valid for any DAG and loss, also where samples interact."""
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from curvmon.curvature.intervals import small_sample_factor
-from curvmon.curvature.operators import BlockOperator, Products, precise
+from curvmon.curvature.operators import BlockOperator, Products, columns_of_all, precise
 from curvmon.curvature.randomness import gaussian
 from curvmon.curvature.subspace import SharedBasis
 
@@ -67,12 +67,17 @@ class RestSamples:
     def _dimension(self, w: int) -> int:
         return self._basis.dimension(w) - self._basis.size(w)
 
-    def add(self, w: int, count: int, generator: torch.Generator) -> int:
-        """`count` more probes at w, at most `room`; returns the products spent."""
-        directions = self._fresh_directions(w, min(count, self.room(w)), generator)
-        if directions.shape[1] == 0:
-            return 0
-        images = self._operator.columns(w, directions)
+    def add(self, counts: Mapping[int, int], generator: torch.Generator) -> int:
+        """So many more probes at every node, at most `room`; returns the products spent."""
+        fresh = [(w, self._fresh_directions(w, min(count, self.room(w)), generator)) for w, count in counts.items()]
+        requests = [(w, directions) for w, directions in fresh if directions.shape[1]]
+        spent = 0
+        for (w, directions), images in zip(requests, columns_of_all(self._operator, requests)):
+            self._keep(w, directions, images)
+            spent += images.spent
+        return spent
+
+    def _keep(self, w: int, directions: Tensor, images: Products) -> None:
         if self.count(w) < KEPT_IMAGES:
             self._images[w].append(images)
         for v in self._rows:
@@ -81,7 +86,6 @@ class RestSamples:
                 self._put(w, v, "gauss_newton", precise(images.gauss_newton[v]))
                 self._put(w, v, "remainder", precise(images.remainder[v]))
         self._probes[w] = torch.cat([self._probes[w], directions], dim=1)
-        return images.spent
 
     def _fresh_directions(self, w: int, count: int, generator: torch.Generator) -> Tensor:
         """Orthonormal, uniformly distributed in what neither the basis nor earlier probes span."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvmon.curvature.operators import BlockOperator, Products, norm_squared, precise
+from curvmon.curvature.operators import BlockOperator, Products, columns_of_all, norm_squared, precise
 
 RITZ_VALUES = 4
 
@@ -111,12 +111,17 @@ class SharedBasis:
 
         The columns should have length one, or less where they matter less.
         """
-        fresh = self._orthonormal(w, candidates, most)
-        if fresh.shape[1] == 0:
-            return 0
-        images = self._operator.columns(w, fresh)
-        self._add(w, fresh, [images])
-        return images.spent
+        return self.extend_all({w: candidates}, most)[w]
+
+    def extend_all(self, candidates: Mapping[int, Tensor], most: int) -> dict[int, int]:
+        """`extend` at several nodes; what each of them spent."""
+        fresh = {w: self._orthonormal(w, columns, most) for w, columns in candidates.items()}
+        requests = [(w, directions) for w, directions in fresh.items() if directions.shape[1]]
+        spent = dict.fromkeys(candidates, 0)
+        for (w, directions), images in zip(requests, columns_of_all(self._operator, requests)):
+            self._add(w, directions, [images])
+            spent[w] = images.spent
+        return spent
 
     def _add(self, w: int, fresh: Tensor, images: Iterable[Products]) -> None:
         self._images[w] = [*self._images[w], *images]

@@ -258,7 +258,7 @@ def test_probes_are_orthogonal_and_exact_when_they_span_the_rest() -> None:
     operator, g = problem(0.5), torch.Generator().manual_seed(5)
     basis = random_basis(operator, g)
     rest = RestSamples(operator, basis, range(3))
-    spent = sum(rest.add(0, count, g) for count in (5, 20, 100))
+    spent = sum(rest.add({0: count}, g) for count in (5, 20, 100))
     assert rest.room(0) == 0 and spent == 2 * (SIZES[0] - 3)
     A = basis.outside(0, basis.outside(0, operator.block(0, 0, 0)).T)
     assert rest.mean("hessian", 0, 0) == pytest.approx(torch.linalg.norm(A).item() ** 2)

@@ -1,0 +1,54 @@
+"""Products divided among processes: one leads a measurement, the others compute what it asks for.
+
+Only the leader decides what comes next, so that processes cannot run apart, whatever rounding does on each of them. How
+requests and answers travel is not known here: a `Team` is made by whoever knows the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from curvmon.curvature.operators import GraphOperator, Products
+
+Requests = Sequence[tuple[int, Tensor]]
+"""(node, columns)"""
+
+
+class Team(Protocol):
+    def columns(self, operator: GraphOperator, requests: Requests) -> list[Products]:
+        """T and GN."""
+
+    def remainders(self, operator: GraphOperator, requests: Requests) -> list[Products]:
+        """T alone."""
+
+
+class Alone:
+    """A team of one."""
+
+    def columns(self, operator: GraphOperator, requests: Requests) -> list[Products]:
+        return [operator.columns(w, z) for w, z in requests]
+
+    def remainders(self, operator: GraphOperator, requests: Requests) -> list[Products]:
+        return [operator.remainders(w, z) for w, z in requests]
+
+
+ALONE = Alone()
+
+
+class TeamOperator:
+    """The `BlockOperator` of a graph whose products a team computes."""
+
+    def __init__(self, operator: GraphOperator, team: Team) -> None:
+        self._operator = operator
+        self._team = team
+        self.templates = operator.templates
+        self.price = operator.price
+
+    def columns(self, w: int, z: Tensor) -> Products:
+        return self.many([(w, z)])[0]
+
+    def many(self, requests: Requests) -> list[Products]:
+        return self._team.columns(self._operator, requests)
