@@ -164,7 +164,7 @@ def by_pyhessian(setting: Setting, k: int, seed: int, tol: float) -> Answer:
     with counted_pyhessian() as count, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         calculator = pyhessian.hessian(model, setting.criterion, data=setting.batch, cuda=False)
         values, _ = calculator.eigenvalues(maxIter=100, tol=tol, top_n=k)
-    return Answer(values, count[0])
+    return Answer(sorted(values, reverse=True), count[0])
 
 
 def by_eigsh(setting: Setting, k: int, seed: int, tol: float) -> Answer:
@@ -207,7 +207,7 @@ def by_power_iteration(setting: Setting, k: int, seed: int, tol: float) -> Answe
                 z = image
             values.append(value)
             vectors.append(z / torch.linalg.vector_norm(z))
-        return Answer(values, operator.products)
+        return Answer(sorted(values, reverse=True), operator.products)
 
 
 METHODS: dict[str, Callable[[Setting, int, int, float], Answer]] = {

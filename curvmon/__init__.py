@@ -1,5 +1,7 @@
 """Curvature between the layers of a network, measured while it trains."""
 
+from typing import TYPE_CHECKING, Any
+
 from curvmon.curvature import closed_form
 from curvmon.curvature.exact import exact
 from curvmon.curvature.measure import measure
@@ -9,7 +11,11 @@ from curvmon.errors import CurvmonError, DoubleBackwardError, InputError, LossEr
 from curvmon.types import Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
 from curvmon.version import __version__
 
+if TYPE_CHECKING:
+    from curvmon.lightning.callback import CurvatureMonitor
+
 __all__ = [
+    "CurvatureMonitor",
     "CurvmonError",
     "Density",
     "DoubleBackwardError",
@@ -30,3 +36,12 @@ __all__ = [
     "spectrum",
     "stability_limit",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The callback, when it is asked for: importing Lightning takes seconds, and `measure` does not need it."""
+    if name == "CurvatureMonitor":
+        from curvmon.lightning.callback import CurvatureMonitor
+
+        return CurvatureMonitor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -92,9 +92,7 @@ def resolve(model: nn.Module, calls: list[Call], wanted: Sequence[str], what: st
                 raise NodeError(f"{what} pattern {pattern!r} matches {reason}. Modules: {_some(list(named))}")
             chosen.update(usable)
         else:
-            near = difflib.get_close_matches(clean, named, n=5, cutoff=0.4)
-            hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_some(list(named))}"
-            raise NodeError(f"the model has no module {pattern!r}; {hint}")
+            raise _unknown(pattern, clean, named)
     return [call for call in calls if call.key in chosen]
 
 
@@ -139,6 +137,26 @@ def _ran(calls: list[Call]) -> str:
 def _some(names: list[str], most: int = 12) -> str:
     names = [name for name in dict.fromkeys(names) if name]
     return ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "")
+
+
+def check_names(model: nn.Module, wanted: Sequence[str]) -> None:
+    """Names and patterns that match no module, without running anything."""
+    named = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    known = {f"{ROOT}_": model, ROOT: model, **named}
+    for pattern in wanted:
+        clean = clean_name(pattern)
+        if _split_call(clean, known)[0] in known:
+            continue
+        if not any(c in pattern for c in "*?["):
+            raise _unknown(pattern, clean, named)
+        if not any(matches(name, clean) for name in named):
+            raise NodeError(f"node pattern {pattern!r} matches no module. Modules: {_some(list(named))}")
+
+
+def _unknown(pattern: str, clean: str, named: dict[str, nn.Module]) -> NodeError:
+    near = difflib.get_close_matches(clean, named, n=5, cutoff=0.4)
+    hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_some(list(named))}"
+    return NodeError(f"the model has no module {pattern!r}; {hint}")
 
 
 def labelled(calls: list[Call], chosen: list[Call]) -> list[Node]:

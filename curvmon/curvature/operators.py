@@ -58,7 +58,7 @@ class BlockOperator(Protocol):
 
 
 def columns_of_all(operator: BlockOperator, requests: Sequence[tuple[int, Tensor]]) -> list[Products]:
-    """`columns` for several nodes; an operator that divides its work among processes has `many`, and gets all at once."""
+    """`columns` for several nodes; an operator that divides its work among processes has `many`, and gets them all."""
     many: Callable[[Sequence[tuple[int, Tensor]]], list[Products]] | None = getattr(operator, "many", None)
     return [operator.columns(w, z) for w, z in requests] if many is None else many(requests)
 

@@ -24,6 +24,9 @@ class Team(Protocol):
     def remainders(self, operator: GraphOperator, requests: Requests) -> list[Products]:
         """T alone."""
 
+    def finish(self) -> None:
+        """Nothing more will be asked of this graph."""
+
 
 class Alone:
     """A team of one."""
@@ -33,6 +36,9 @@ class Alone:
 
     def remainders(self, operator: GraphOperator, requests: Requests) -> list[Products]:
         return [operator.remainders(w, z) for w, z in requests]
+
+    def finish(self) -> None:
+        pass
 
 
 ALONE = Alone()

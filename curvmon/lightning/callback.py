@@ -1,0 +1,406 @@
+"""The callback: when to measure in a run, on which batch, and what happens to the result. No mathematics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Optional, Union
+
+from torch import Tensor
+
+from curvmon.errors import CurvmonError, InputError
+from curvmon.lightning import figures
+from curvmon.lightning.base import CallbackBase, warn
+from curvmon.lightning.budget import Budget, Plan
+from curvmon.lightning.probe import Probe
+from curvmon.lightning.ranks import Ranks
+from curvmon.lightning.sinks import Sinks, publish
+from curvmon.lightning.steps import step_loss
+from curvmon.lightning.support import check_nodes, refusal
+from curvmon.lightning.taking import Outcome, take
+from curvmon.tracking.history import History, Snapshot
+from curvmon.tracking.keys import scalars
+from curvmon.tracking.recipe import Recipe
+from curvmon.types import METRICS, Measurement, Metric, Spectrum
+
+MOST_STORED_START = 2**24
+"""entries of the vector from which the next search for eigenvalues begins that go into a checkpoint: 64 MiB"""
+
+
+class CurvatureMonitor(CallbackBase):
+    """Measures the curvature between the layers of a network while it trains, and its top eigenvalues.
+
+    `Trainer(callbacks=[CurvatureMonitor()])` is all: layers, loss and output are found. At the end of every validation
+    (and before the first step) R, C, D and GN-Gap of all pairs of layers and the ends of the spectrum of the loss
+    Hessian go to all loggers, and to `callback_metrics`. Training is bit for bit what it would be without.
+
+    Args:
+        nodes: submodule names or glob patterns, as in `curvmon.measure`; None chooses five to eight blocks.
+        metrics: which of resonance, coupling, stable_rank, gn_gap to log; [] measures no pairs.
+        eigenvalues: how many of the largest; 0 for none.
+        probe_size: samples in the batch that is measured; it is captured once and stays the same for the whole run.
+        probe_batches: how many such batches; several are measured one by one and averaged.
+        data: where the batch comes from, "val" or "train". Without validation, or where training_step does not take a
+            validation batch, it is the first training batch.
+        every_n_validations: measure at every n-th validation (every n-th epoch where there is no validation).
+        every_n_train_steps: also every n optimizer steps.
+        initial: also before the first optimizer step.
+        loss: `loss(module, batch)` returns a scalar tensor; None: training_step in eval mode, its logging silenced.
+        output: name of the module that returns the predictions, where it cannot be found; see `curvmon.measure`.
+        max_overhead: measuring takes at most this share of the training time, beyond 30 free seconds; None: no limit.
+        rtol: relative standard error at which a measurement stops.
+        log_pairs: log every pair as a scalar; "auto": up to six nodes. Means by distance are always logged.
+        heatmaps: log pictures too (needs matplotlib).
+        seed: of the probes.
+        log_key_prefix: in front of every key; two monitors in one Trainer need different ones.
+        verbose: print a line for every measurement.
+        strict: raise where a run cannot be monitored (FSDP, manual optimisation without `loss`) instead of warning.
+        history_size: how many measurements are kept in `history`.
+    """
+
+    def __init__(
+        self,
+        nodes: Optional[list[str]] = None,  # noqa: UP045 - jsonargparse on older Pythons
+        metrics: Optional[list[Metric]] = None,  # noqa: UP045
+        eigenvalues: int = 5,
+        probe_size: int = 32,
+        probe_batches: int = 1,
+        data: Literal["val", "train"] = "val",
+        every_n_validations: int = 1,
+        every_n_train_steps: Optional[int] = None,  # noqa: UP045
+        initial: bool = True,
+        loss: Optional[Callable] = None,  # type: ignore[type-arg]  # noqa: UP045
+        output: Optional[str] = None,  # noqa: UP045
+        max_overhead: Optional[float] = 0.05,  # noqa: UP045
+        rtol: float = 0.05,
+        log_pairs: Union[bool, Literal["auto"]] = "auto",  # noqa: UP007
+        heatmaps: bool = True,
+        seed: int = 0,
+        log_key_prefix: str = "",
+        verbose: bool = False,
+        strict: bool = False,
+        history_size: int = 1000,
+    ) -> None:
+        super().__init__()
+        self._metrics: Sequence[Metric] = METRICS if metrics is None else metrics
+        _check(
+            metrics=self._metrics,
+            eigenvalues=eigenvalues,
+            probe_size=probe_size,
+            probe_batches=probe_batches,
+            data=data,
+            every_n_validations=every_n_validations,
+            every_n_train_steps=every_n_train_steps,
+            max_overhead=max_overhead,
+            rtol=rtol,
+            log_pairs=log_pairs,
+            history_size=history_size,
+        )
+        self._nodes = [nodes] if isinstance(nodes, str) else nodes
+        self._every_n_validations = every_n_validations
+        self._every_n_train_steps = every_n_train_steps
+        self._initial = initial
+        self._loss = loss
+        self._log_pairs = log_pairs
+        self._heatmaps = heatmaps
+        self._prefix = log_key_prefix
+        self._verbose = verbose
+        self._strict = strict
+        self._recipe = Recipe(
+            pairs=bool(self._metrics), nodes=self._nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
+        )
+        self._budget = Budget(max_overhead)
+        self._history = History(history_size)
+        self._sinks = Sinks()
+        self._probe = Probe(probe_size, probe_batches, data)
+        self._start: Tensor | None = None
+        self._ranks: Ranks | None = None
+        self._active = False
+        self._loaded = False
+        self._validations = 0
+        self._measured_at: int | None = None
+        self._warned: set[str] = set()
+        self._clock: float | None = None
+        self._trained_before = 0.0
+        self._measured_before = 0.0
+
+    # ---- what a user looks at ----
+
+    @property
+    def history(self) -> list[Measurement]:
+        """The latest measurements of pairs of layers, oldest first."""
+        return [s.measurement for s in self._history if s.measurement is not None]
+
+    @property
+    def spectra(self) -> list[Spectrum]:
+        """The latest spectra, oldest first, without eigenvectors."""
+        return [s.spectrum for s in self._history if s.spectrum is not None]
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Both, with step and epoch."""
+        return list(self._history)
+
+    # ---- hooks: before training ----
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage not in ("fit", "validate"):
+            return
+        reason = refusal(trainer, pl_module, self._loss is not None)
+        self._active = reason is None
+        if reason is not None:
+            if self._strict:
+                raise CurvmonError(f"CurvatureMonitor cannot monitor this run: {reason}")
+            self._warn(f"this run is not monitored: {reason}. Training goes on without")
+        elif self._ranks is None:
+            self._ranks = Ranks(pairs=self._recipe.pairs, spectrum=self._recipe.eigenvalues > 0)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._active:
+            check_nodes(pl_module, self._nodes)
+            if self._heatmaps and not figures.available():
+                self._warn("heatmaps need matplotlib (pip install matplotlib); numbers are logged all the same")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._active and trainer.global_step > 0 and not self._loaded and not len(self._history):
+            self._warn("the checkpoint has no state of this CurvatureMonitor: its series starts anew here")
+        self._trained_before, self._measured_before = self._budget.trained, self._budget.measured
+        self._clock = time.perf_counter()
+
+    # ---- hooks: batches as they pass ----
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._active and dataloader_idx == 0:
+            self._probe.see("val", batch)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self._active:
+            return
+        self._probe.see("train", batch)
+        if self._initial and trainer.global_step == 0 and not len(self._history) and self._measured_at is None:
+            self._measure(trainer, pl_module, step=_step(trainer))
+
+    # ---- hooks: moments to measure ----
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        every, step = self._every_n_train_steps, trainer.global_step
+        if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
+            self._measure(trainer, pl_module, step=_step(trainer))
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._active and not trainer.sanity_checking:
+            self._validated(trainer, pl_module, step=_step(trainer))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._active and not trainer.enable_validation:
+            # Lightning logs what belongs to the end of an epoch at its last step
+            self._validated(trainer, pl_module, step=max(0, _step(trainer) - 1))
+
+    def _validated(self, trainer: Any, pl_module: Any, step: int) -> None:
+        self._validations += 1
+        due = self._validations % self._every_n_validations == 0
+        if due and (trainer.global_step != self._measured_at or trainer.global_step == 0):
+            self._measure(trainer, pl_module, step=step)
+
+    # ---- one measurement ----
+
+    def _measure(self, trainer: Any, pl_module: Any, step: int) -> None:
+        assert self._ranks is not None
+        self._measured_at = trainer.global_step
+        plan: Plan = self._ranks.agreed(self._budget.plan(self._trained()))
+        if plan.skips:
+            return
+        began = time.perf_counter()
+        outcome = self._outcome(trainer, pl_module, plan)
+        seconds = time.perf_counter() - began
+        self._budget.spent(seconds, plan)
+        if outcome.error is not None:
+            self._failed(outcome)
+            return
+        snapshot = Snapshot(
+            step=step,
+            epoch=trainer.current_epoch,
+            measurement=self._noted(outcome.measurement),
+            spectrum=outcome.spectrum,
+            seconds=seconds,
+            overhead=self._budget.overhead(self._trained()),
+            skipped=self._budget.skipped,
+        )
+        self._compare_nodes(snapshot)
+        self._history.append(snapshot)
+        self._report(trainer, snapshot)
+        # pictures and logging cost time as well
+        self._budget.measured += time.perf_counter() - began - seconds
+
+    def _outcome(self, trainer: Any, pl_module: Any, plan: Plan) -> Outcome:
+        """Try until it works: the other kind of batch if this is the first time, fewer samples if memory is short."""
+        assert self._ranks is not None
+        while True:
+            batches = self._probe.batches(self._ranks, pl_module.device, self._warn)
+            if batches is None:
+                return Outcome(error="no batch has passed yet", kind="passing")
+            outcome, start = take(
+                self._recipe,
+                trainer,
+                pl_module,
+                batches,
+                self._loss or step_loss(pl_module),
+                ranks=self._ranks,
+                share=plan.share,
+                start=self._start,
+            )
+            if outcome.error is None:
+                self._start = start
+                self._probe.settle()
+                return outcome
+            if outcome.kind == "memory" and self._probe.halve():
+                continue
+            if not len(self._history) and self._probe.fall_back(self._ranks):
+                self._warn(f"not measured on a validation batch: {outcome.error}. Trying a training batch")
+                continue
+            return outcome
+
+    def _noted(self, found: Measurement | None) -> Measurement | None:
+        if found is None or not self._probe.notes:
+            return found
+        return replace(found, notes=(*self._probe.notes, *found.notes))
+
+    def _compare_nodes(self, snapshot: Snapshot) -> None:
+        before = self._history.nodes
+        if before is not None and snapshot.measurement is not None and before != snapshot.measurement.nodes:
+            self._warn(
+                f"the nodes are {', '.join(snapshot.measurement.nodes)}, before they were {', '.join(before)}: "
+                "the series of pairs start anew"
+            )
+
+    def _failed(self, outcome: Outcome) -> None:
+        """One warning of every kind; what cannot work later is not tried again."""
+        if outcome.kind == "permanent":
+            self._active = False
+            self._warn(f"not measured: {outcome.error}. This run is not monitored any more; training goes on")
+        else:
+            self._warn(
+                f"not measured: {outcome.error}. Training goes on; the next validation is tried again", outcome.kind
+            )
+
+    def _report(self, trainer: Any, snapshot: Snapshot) -> None:
+        values = scalars(snapshot, metrics=self._metrics, pairs=self._log_pairs)
+        values = {f"{self._prefix}{key}": value for key, value in values.items()}
+        publish(trainer, values)
+        if trainer.is_global_zero:
+            values["epoch"] = float(snapshot.epoch)
+            self._sinks.write(trainer, values, self._pictures(snapshot) if trainer.loggers else {}, snapshot.step)
+            if self._verbose:
+                _say(trainer, summary(snapshot))
+
+    def _pictures(self, snapshot: Snapshot) -> dict[str, Any]:
+        if not self._heatmaps or not figures.available():
+            return {}
+        pictures: dict[str, Any] = {}
+        if snapshot.measurement is not None:
+            for metric in self._metrics:
+                title = f"{figures.TITLES[metric]}, step {snapshot.step}"
+                pictures[f"{self._prefix}heatmap/{metric}"] = figures.heatmap(snapshot.measurement, metric, title)
+            pictures[f"{self._prefix}by_distance"] = figures.by_distance(snapshot.measurement, f"step {snapshot.step}")
+        if snapshot.spectrum is not None:
+            pictures[f"{self._prefix}spectrum"] = figures.spectrum_over_time(list(self._history))
+        return pictures
+
+    def _trained(self) -> float:
+        """Seconds of training so far, measuring left out, earlier runs of a resumed training included."""
+        if self._clock is None:
+            return self._budget.trained
+        measured = self._budget.measured - self._measured_before
+        return self._trained_before + max(0.0, time.perf_counter() - self._clock - measured)
+
+    def _warn(self, message: str, kind: str | None = None) -> None:
+        if (kind or message) not in self._warned:
+            self._warned.add(kind or message)
+            warn(message)
+
+    # ---- checkpoints ----
+
+    @property
+    def state_key(self) -> str:
+        return f"CurvatureMonitor[{self._prefix}]" if self._prefix else "CurvatureMonitor"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives, lists, dicts and tensors only: what `weights_only` loading accepts."""
+        start = self._start
+        return {
+            "version": 1,
+            "history": self._history.state_dict(),
+            "budget": self._budget.state_dict(),
+            "probe": self._probe.state_dict(),
+            "start": None if start is None or len(start) > MOST_STORED_START else start.cpu(),
+            "validations": self._validations,
+            "full_products": self._recipe.full_products,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict.get("version") != 1:
+            self._warn("the checkpoint's state of CurvatureMonitor is of another version: its series starts anew here")
+            return
+        self._loaded = True
+        self._history.load_state_dict(state_dict["history"])
+        self._budget.load_state_dict(state_dict["budget"])
+        self._probe.load_state_dict(state_dict["probe"])
+        self._start = state_dict["start"]
+        self._validations = state_dict["validations"]
+        self._recipe.full_products = state_dict["full_products"]
+
+
+def _check(**arguments: Any) -> None:
+    """Everything that can be wrong before there is a Trainer."""
+    for name in ("probe_size", "probe_batches", "every_n_validations", "history_size"):
+        if not isinstance(arguments[name], int) or arguments[name] < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, not {arguments[name]!r}")
+    every = arguments["every_n_train_steps"]
+    if every is not None and (not isinstance(every, int) or every < 1):
+        raise InputError(f"every_n_train_steps must be None or a whole number of at least 1, not {every!r}")
+    if not isinstance(arguments["eigenvalues"], int) or arguments["eigenvalues"] < 0:
+        raise InputError(f"eigenvalues must be a whole number, 0 for none, not {arguments['eigenvalues']!r}")
+    if arguments["data"] not in ("val", "train"):
+        raise InputError(f'data must be "val" or "train", not {arguments["data"]!r}')
+    unknown = [metric for metric in arguments["metrics"] if metric not in METRICS]
+    if unknown:
+        raise InputError(f"no metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
+    if not arguments["metrics"] and not arguments["eigenvalues"]:
+        raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
+    overhead = arguments["max_overhead"]
+    if overhead is not None and not overhead >= 0:
+        raise InputError(f"max_overhead must be None or a share of the training time, not {overhead!r}")
+    if not arguments["rtol"] > 0:
+        raise InputError(f"rtol must be positive, not {arguments['rtol']!r}")
+    if not (isinstance(arguments["log_pairs"], bool) or arguments["log_pairs"] == "auto"):
+        raise InputError(f'log_pairs must be True, False or "auto", not {arguments["log_pairs"]!r}')
+
+
+def _step(trainer: Any) -> int:
+    """The x-axis of Lightning's own metrics (LearningRateMonitor takes it from the same place)."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _say(trainer: Any, line: str) -> None:
+    bar = trainer.progress_bar_callback
+    if bar is not None and hasattr(bar, "print") and bar.is_enabled:
+        bar.print(line)
+    else:
+        print(line, flush=True)
+
+
+def summary(snapshot: Snapshot) -> str:
+    """One line: the largest distance tells most."""
+    parts = [f"curvmon: step {snapshot.step}"]
+    if snapshot.measurement is not None:
+        found = snapshot.measurement
+        for metric, letter in (("resonance", "R"), ("coupling", "C"), ("stable_rank", "D"), ("gn_gap", "gap")):
+            far = found.by_distance(metric)[-1].item()  # type: ignore[arg-type]
+            parts.append(f"{letter}({found.nodes[0]}, {found.nodes[-1]}) {figures.brief(far)}")
+    if snapshot.spectrum is not None:
+        parts.append(f"λ_1 {figures.brief(snapshot.spectrum.sharpness)}")
+    parts.append(f"{snapshot.hvps} products, {snapshot.seconds:.1f} s, overhead {100 * snapshot.overhead:.1f} %")
+    return ", ".join(parts)

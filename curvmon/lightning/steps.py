@@ -1,0 +1,110 @@
+"""The loss of a LightningModule: its own `training_step`, in eval mode, with its logging silenced."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from curvmon.errors import LossError
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def step_loss(module: Any) -> Loss:
+    """`training_step(batch, 0)` as a loss of (model, batch)."""
+    takes_index = _takes_two(module.training_step)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        returned = model.training_step(batch, 0) if takes_index else model.training_step(batch)
+        if isinstance(returned, Mapping):
+            returned = returned.get("loss")
+        if returned is None:
+            raise LossError("training_step returned no loss for the probe batch; pass loss= to CurvatureMonitor")
+        result: Tensor = returned
+        return result
+
+    return loss
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return True
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) >= 2
+
+
+def takes_iterator(module: Any) -> bool:
+    """`training_step(self, dataloader_iter)` draws its batches itself."""
+    return "dataloader_iter" in inspect.signature(module.training_step).parameters
+
+
+@contextmanager
+def silenced(trainer: Any, module: nn.Module) -> Iterator[None]:
+    """What the step logs in the meantime goes nowhere: `self.log`, `self.log_dict`, `self.logger`, `self.print`.
+
+    `log` outside its place raises, or silently overwrites `callback_metrics`.
+    """
+    with ExitStack() as stack:
+        for inner in module.modules():
+            if hasattr(inner, "log_dict") and hasattr(inner, "training_step"):
+                stack.enter_context(
+                    _shadowed(inner, log=_nothing, log_dict=_nothing, print=_nothing, all_gather=_alone)
+                )
+        loggers = list(trainer.loggers)
+        if loggers:
+            trainer.loggers = [_DeafLogger()]
+            stack.callback(setattr, trainer, "loggers", loggers)
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _alone(data: Any, *args: Any, **kwargs: Any) -> Any:
+    """`all_gather` of one process: every process measures by itself, a collective would wait for the others."""
+    return data
+
+
+@contextmanager
+def _shadowed(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """Attributes of the instance, past `nn.Module.__setattr__`; gone afterwards."""
+    before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
+    module.__dict__.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(before)
+
+
+class _DeafLogger:
+    """Any attribute of it can be called, entered, iterated, and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        return None

@@ -1,0 +1,99 @@
+"""One attempt at a measurement, on all processes together: all of them get the result, or the same error."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from curvmon.curvature.teams import ALONE
+from curvmon.errors import DoubleBackwardError, InputError
+from curvmon.lightning.ranks import Ranks, no_collectives
+from curvmon.lightning.steps import Loss, silenced
+from curvmon.tracking.recipe import Recipe, is_out_of_memory
+from curvmon.types import Measurement, Spectrum
+
+Kind = Literal["none", "memory", "permanent", "input", "passing"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    measurement: Measurement | None = None
+    spectrum: Spectrum | None = None
+    error: str | None = None
+    kind: Kind = "none"
+
+
+def take(
+    recipe: Recipe,
+    trainer: Any,
+    module: Any,
+    batches: list[Any],
+    loss: Loss,
+    *,
+    ranks: Ranks,
+    share: float,
+    start: Tensor | None,
+) -> tuple[Outcome, Tensor | None]:
+    """What was measured, and on the process that looked for eigenvalues the vector to begin with next time."""
+    mine = Outcome()
+    with ExitStack() as stack:
+        stack.enter_context(silenced(trainer, module))
+        stack.enter_context(no_collectives(ranks.world))
+        try:
+            measurement = _pairs(recipe, module, batches, loss, ranks, share)
+            spectrum = None
+            if recipe.eigenvalues and ranks.rank == ranks.spectrum_rank:
+                optimizers = trainer.optimizers
+                spectrum, start = recipe.spectrum(
+                    module,
+                    batches,
+                    loss,
+                    optimizer=optimizers[0] if len(optimizers) == 1 else None,
+                    start=start,
+                    share=share,
+                )
+            mine = Outcome(measurement, spectrum)
+        except Exception as error:
+            mine = Outcome(error=_told(error), kind=_kind(error))
+    return _common(ranks.gather(mine)), start
+
+
+def _pairs(
+    recipe: Recipe, module: Any, batches: list[Any], loss: Loss, ranks: Ranks, share: float
+) -> Measurement | None:
+    if not recipe.pairs:
+        return None
+    if ranks.leads:
+        team = ranks.team()
+        if team is None:
+            return recipe.measure(module, batches, loss, share=share, team=ALONE)
+        with team.until(len(batches)):
+            return recipe.measure(module, batches, loss, share=share, team=team)
+    if ranks.assists:
+        ranks.assist(recipe, module, batches, loss)
+    return None
+
+
+def _common(outcomes: list[Outcome]) -> Outcome:
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if failed:
+        # a process that only hears of another's failure says less than that one
+        return min(failed, key=lambda outcome: (outcome.kind == "passing", "process" in (outcome.error or "")))
+    measurement = next((o.measurement for o in outcomes if o.measurement is not None), None)
+    return Outcome(measurement, next((o.spectrum for o in outcomes if o.spectrum is not None), None))
+
+
+def _told(error: Exception) -> str:
+    first = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {first[0] if first else ''}".rstrip(": ")
+
+
+def _kind(error: Exception) -> Kind:
+    if is_out_of_memory(error):
+        return "memory"
+    if isinstance(error, (DoubleBackwardError, InputError)):
+        return "permanent"
+    return "passing"

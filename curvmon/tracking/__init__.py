@@ -1,0 +1,1 @@
+"""What is kept of measurements over time; knows torch and torchmetrics, no Trainer."""

@@ -1,0 +1,162 @@
+"""What is measured in a run: a batch (or a few), captured as it passes and fixed from then on.
+
+Batches are never drawn: `iter()` of a user's DataLoader consumes random numbers and wakes workers up.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvmon.curvature.trees import map_tensors, named_tensors
+
+MOST_STORED = 2**26
+"""bytes of a probe batch that go into a checkpoint; a larger one is only recognised again"""
+
+
+def owned(batch: Any) -> Any:
+    """A copy that stays as it is, also of what was made in inference mode (Trainer.validate)."""
+    with torch.inference_mode(False):
+        return map_tensors(batch, lambda tensor: tensor.detach().clone())
+
+
+def samples_in(batch: Any) -> int | None:
+    """How many, if all tensors agree on it by their first dimension; None where that cannot be told."""
+    sizes = {tensor.shape[0] if tensor.ndim else None for _, tensor in named_tensors(batch)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """The first `count` samples; the whole batch where it is not larger, or not made of rows."""
+    size = samples_in(batch)
+    return batch if size is None or size <= count else _cut(batch, size, slice(None, count))
+
+
+def _cut(tree: Any, size: int, rows: slice) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[rows]
+    if isinstance(tree, (list, tuple)) and len(tree) == size and not any(True for _ in named_tensors(tree)):
+        return tree[rows]  # names or file paths, one for each sample
+    if isinstance(tree, Mapping):
+        cut = {key: _cut(value, size, rows) for key, value in tree.items()}
+        return cut if type(tree) is dict else _refilled(tree, cut)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_cut(value, size, rows) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_cut(value, size, rows) for value in tree)
+    return map_tensors(tree, lambda tensor: tensor[rows])
+
+
+def _refilled(tree: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping of the same class: Hugging Face's BatchEncoding is no dict."""
+    result: Any = copy.copy(tree)
+    for key, value in entries.items():
+        result[key] = value
+    return result
+
+
+def halves(batch: Any) -> tuple[Any, Any] | None:
+    """The first half of the samples and the rest; None where there are no two, or the batch is not made of rows."""
+    size = samples_in(batch)
+    if size is None or size < 2:
+        return None
+    return _cut(batch, size, slice(None, size // 2)), _cut(batch, size, slice(size // 2, None))
+
+
+def joined(first: Any, second: Any) -> Any | None:
+    """The samples of both; None where they do not fit together (padded to other lengths, or not made of rows)."""
+    ours, theirs = list(named_tensors(first)), list(named_tensors(second))
+    if samples_in(first) is None or samples_in(second) is None or [p for p, _ in ours] != [p for p, _ in theirs]:
+        return None
+    if any(a.shape[1:] != b.shape[1:] or a.dtype != b.dtype for (_, a), (_, b) in zip(ours, theirs)):
+        return None
+    if _has_other_rows(first):
+        return None
+    following = iter(theirs)
+    return map_tensors(first, lambda tensor: torch.cat([tensor, next(following)[1]]))
+
+
+def _has_other_rows(batch: Any) -> bool:
+    """Lists of names or the like, one entry a sample, would fall behind."""
+    size = samples_in(batch)
+    if isinstance(batch, Mapping):
+        return any(_has_other_rows(value) for value in batch.values() if not isinstance(value, Tensor))
+    if isinstance(batch, (list, tuple)):
+        if len(batch) == size and not any(isinstance(value, Tensor) for value in batch):
+            return True
+        return any(_has_other_rows(value) for value in batch if isinstance(value, (list, tuple, Mapping)))
+    return False
+
+
+class Collector:
+    """Takes batches until it has `size` samples `count` times; a batch whose size cannot be told is taken whole."""
+
+    def __init__(self, size: int, count: int = 1) -> None:
+        self._size = size
+        self._count = count
+        self.batches: list[Any] = []
+
+    @property
+    def complete(self) -> bool:
+        return len(self.batches) == self._count and self._is_full(self.batches[-1])
+
+    def _is_full(self, batch: Any) -> bool:
+        samples = samples_in(batch)
+        return samples is None or samples >= self._size
+
+    def add(self, batch: Any) -> None:
+        if self.complete:
+            return
+        if self.batches and not self._is_full(self.batches[-1]):
+            larger = joined(self.batches[-1], batch)
+            if larger is not None:
+                self.batches[-1] = owned(first_samples(larger, self._size))
+                return
+        if len(self.batches) < self._count:
+            self.batches.append(owned(first_samples(batch, self._size)))
+
+
+def fingerprint(batches: list[Any]) -> str:
+    """The same for equal tensors in the same places, on any device."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        for path, tensor in named_tensors(batch):
+            digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return b""
+    return bytes(flat.view(torch.uint8).untyped_storage())
+
+
+def stored(batches: list[Any]) -> list[list[Tensor]] | None:
+    """The tensors alone, on the CPU: what a checkpoint can hold whatever the containers are; None if too large."""
+    tensors = [[tensor for _, tensor in named_tensors(batch)] for batch in batches]
+    if sum(t.numel() * t.element_size() for row in tensors for t in row) > MOST_STORED:
+        return None
+    return [[t.detach().cpu().clone() for t in row] for row in tensors]
+
+
+def restored(batches: list[Any], tensors: list[list[Tensor]]) -> list[Any] | None:
+    """`batches` with earlier tensors in them; None where these are of another kind."""
+    if len(batches) != len(tensors):
+        return None
+    result = []
+    for batch, row in zip(batches, tensors):
+        present = [tensor for _, tensor in named_tensors(batch)]
+        if len(present) != len(row) or any(
+            a.dtype != b.dtype or a.shape[1:] != b.shape[1:] for a, b in zip(present, row)
+        ):
+            return None
+        following = iter(row)
+        result.append(map_tensors(batch, lambda tensor: next(following).to(tensor.device)))  # noqa: B023
+    return result

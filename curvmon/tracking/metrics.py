@@ -1,0 +1,147 @@
+"""Measurements of several batches, on several processes, as one: a torchmetrics Metric.
+
+    R² = mean R_b²,   D = mean R_b² / mean ‖H_b‖_2²,   gap² = mean ‖T_b‖_F² / mean ‖GN_b‖_F²
+
+over batches b; C from R as always. Products are no part of it: torchmetrics runs `update` without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from curvmon.types import METRICS, Measurement
+
+_SQUARES = ("resonance", "spectral_norm", "gn_norm", "remainder")
+
+
+class MeanCurvature(Metric):
+    """Root mean squares over batches of R, ‖H‖_2, ‖GN‖_F and ‖T‖_F, and the four metrics from them.
+
+    Standard errors: of one batch its own, of several the spread between batches, which includes it.
+
+    Example:
+        >>> import torch, curvmon
+        >>> from curvmon.tracking.metrics import MeanCurvature
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(),
+        ...                           torch.nn.Linear(8, 2))
+        >>> metric = MeanCurvature(["0", "2"])
+        >>> for _ in range(3):
+        ...     batch = torch.randn(16, 4), torch.randn(16, 2)
+        ...     metric.update(curvmon.measure(net, batch, nodes=["0", "2"],
+        ...                   loss=lambda net, b: torch.nn.functional.mse_loss(net(b[0]), b[1])))
+        >>> metric.measurement().nodes
+        ('0', '2')
+        >>> metric.compute()["coupling"].shape
+        torch.Size([2, 2])
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    count: Tensor
+    loss: Tensor
+    hvps: Tensor
+    seconds: Tensor
+
+    def __init__(self, nodes: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.nodes = tuple(nodes)
+        n = len(self.nodes)
+        for name in _SQUARES:
+            # sums of squares, of their squares, and of their variances as the measurements state them
+            for moment in ("sum", "sum_of_squares", "variance"):
+                self.add_state(f"{name}_{moment}", torch.zeros((n, n), dtype=torch.float64), dist_reduce_fx="sum")
+        for name in ("count", "loss", "hvps", "seconds"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, measurement: Measurement) -> None:
+        if measurement.nodes != self.nodes:
+            raise ValueError(f"a measurement of {measurement.nodes} does not belong to one of {self.nodes}")
+        for name, (value, error) in _parts(measurement).items():
+            square, spread = value.square(), 2 * value * error
+            for moment, more in (("sum", square), ("sum_of_squares", square.square()), ("variance", spread.square())):
+                state = getattr(self, f"{name}_{moment}")
+                state += more.to(state.device)
+        self.count += 1
+        self.loss += measurement.loss
+        self.hvps += measurement.hvps
+        self.seconds += measurement.seconds
+
+    def compute(self) -> dict[str, Tensor]:
+        """The matrices by name, their standard errors as "stderr/resonance" and so on: what a logger can take."""
+        count = int(self.count.item())
+        if count == 0:
+            raise ValueError("nothing was measured yet")
+        mean, error = {}, {}
+        for name in _SQUARES:
+            total, squares, variance = (
+                getattr(self, f"{name}_{moment}").cpu() for moment in ("sum", "sum_of_squares", "variance")
+            )
+            mean[name] = total / count
+            between = (squares / count - mean[name].square()).clamp_min(0) / max(1, count - 1)
+            error[name] = (between if count > 1 else variance).sqrt() / mean[name].clamp_min(1e-300)  # relative
+        resonance = mean["resonance"].sqrt()
+        own = resonance.diagonal()
+        coupling = resonance / (own.unsqueeze(0) * own.unsqueeze(1)).sqrt()
+        rank = mean["resonance"] / mean["spectral_norm"]
+        gap = (mean["remainder"] / mean["gn_norm"]).sqrt()
+        half = {name: value / 2 for name, value in error.items()}  # a root has half the relative error
+        of_own = half["resonance"].diagonal().square() / 4
+        of_coupling = (half["resonance"].square() + of_own.unsqueeze(0) + of_own.unsqueeze(1)).sqrt()
+        return {
+            "resonance": resonance,
+            "coupling": coupling,
+            "stable_rank": rank,
+            "gn_gap": gap,
+            "spectral_norm": mean["spectral_norm"].sqrt(),
+            "gn_norm": mean["gn_norm"].sqrt(),
+            "stderr/resonance": resonance * half["resonance"],
+            "stderr/coupling": (coupling * of_coupling).fill_diagonal_(0),
+            "stderr/stable_rank": rank * torch.hypot(error["resonance"], error["spectral_norm"]),
+            "stderr/gn_gap": gap * torch.hypot(half["remainder"], half["gn_norm"]),
+        }
+
+    def measurement(self) -> Measurement:
+        """`compute` as a `Measurement`: the mean loss, the products and seconds of all."""
+        n, count = len(self.nodes), int(self.count.item())
+        # torchmetrics turns matrices of one entry into scalars
+        found = {name: value.reshape(n, n) for name, value in self.compute().items()}
+        return Measurement(
+            nodes=self.nodes,
+            **{name: value for name, value in found.items() if "/" not in name},
+            stderr={metric: found[f"stderr/{metric}"] for metric in METRICS},
+            loss=self.loss.item() / count,
+            hvps=int(self.hvps.item()),
+            seconds=self.seconds.item(),
+            notes=(f"mean over {count} batches",) if count > 1 else (),
+        )
+
+
+def _parts(found: Measurement) -> dict[str, tuple[Tensor, Tensor]]:
+    """Norms with standard errors. ‖H‖_2 and ‖T‖_F have none of their own: from those of D and of the gap."""
+    resonance, error = found.resonance, found.stderr["resonance"]
+    remainder = found.gn_gap * found.gn_norm
+    spectral_error = found.spectral_norm * found.stderr["stable_rank"] / (2 * found.stable_rank)
+    return {
+        "resonance": (resonance, error),
+        "spectral_norm": (found.spectral_norm, spectral_error.nan_to_num(0.0)),
+        "gn_norm": (found.gn_norm, torch.zeros_like(error)),
+        "remainder": (remainder.where(found.gn_norm > 0, resonance), (found.stderr["gn_gap"] * found.gn_norm)),
+    }
+
+
+def combined(measurements: Sequence[Measurement]) -> Measurement:
+    """One as it is; several as their root mean squares, with the notes of all."""
+    if len(measurements) == 1:
+        return measurements[0]
+    metric = MeanCurvature(measurements[0].nodes)
+    for measurement in measurements:
+        metric.update(measurement)
+    found = metric.measurement()
+    notes = dict.fromkeys(note for m in measurements for note in m.notes)
+    return replace(found, notes=(*found.notes, *notes))

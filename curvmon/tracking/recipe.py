@@ -1,0 +1,142 @@
+"""One measurement of a monitor: pairs of layers and spectrum, within a share of the usual products and the memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from curvmon.curvature.measure import run_measurement
+from curvmon.curvature.operators import GraphOperator
+from curvmon.curvature.session import open_session
+from curvmon.curvature.spectrum import spectrum
+from curvmon.curvature.teams import ALONE, Team
+from curvmon.tracking.batches import halves
+from curvmon.tracking.metrics import combined
+from curvmon.types import Measurement, Spectrum
+
+Loss = Callable[[Any, Any], Tensor]
+Result = TypeVar("Result")
+SPECTRUM_RTOL = 1e-2
+"""of each eigenvalue: what a curve in a dashboard can show"""
+MOST_PRODUCTS = 120
+"""for the eigenvalues; what has not converged by then is reported with a note"""
+
+
+@dataclass
+class Recipe:
+    """What to measure, and how much of it; remembers what a full measurement took."""
+
+    pairs: bool = True
+    nodes: Sequence[str] | None = None
+    output: str | None = None
+    rtol: float = 0.05
+    eigenvalues: int = 5
+    seed: int = 0
+    full_products: int | None = None
+    """that a measurement of all pairs took"""
+
+    def measure(
+        self, model: nn.Module, batches: Sequence[Any], loss: Loss, *, share: float = 1.0, team: Team = ALONE
+    ) -> Measurement:
+        """All pairs of layers, on every batch; with less than the usual products if `share` is below one."""
+        most = None
+        if share < 1 and self.full_products is not None:
+            most = max(1, round(share * self.full_products / len(batches)))
+
+        def one(batch: Any) -> Measurement:
+            return run_measurement(
+                model,
+                batch,
+                loss=loss,
+                nodes=self.nodes,
+                output=self.output,
+                batch_dim=0,
+                rtol=self.rtol,
+                max_hvps=most,
+                seed=self.seed,
+                clamp=True,
+                team=team,
+            )
+
+        found = []
+        for batch in batches:
+            found.append(one(batch))
+            team.finish()
+        result = combined(found)
+        if share >= 1:
+            self.full_products = result.hvps
+        return result
+
+    def assist(
+        self, model: nn.Module, batches: Sequence[Any], loss: Loss, serve: Callable[[GraphOperator], bool]
+    ) -> None:
+        """The other side of `measure` with a team: for every batch the same graph, whose products are asked for."""
+        for batch in batches:
+            with open_session(
+                model, batch, loss=loss, nodes=self.nodes, output=self.output, batch_dim=0, dtype=None
+            ) as session:
+                if not serve(session.operator):
+                    return
+
+    def spectrum(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        loss: Loss,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        start: Tensor | None = None,
+        share: float = 1.0,
+    ) -> tuple[Spectrum, Tensor]:
+        """The ends of the spectrum and the trace, and the vector from which the next search begins."""
+
+        def whole(parts: Sequence[Any]) -> Spectrum:
+            return spectrum(
+                model,
+                parts[0],
+                more_batches=parts[1:],
+                loss=loss,
+                k=self.eigenvalues,
+                start=start,
+                seed=self.seed,
+                optimizer=optimizer,
+                rtol=SPECTRUM_RTOL,
+                max_hvps=max(self.eigenvalues + 5, round(share * MOST_PRODUCTS)),
+                verify=False,
+                ggn=share >= 1,
+                trace=share >= 1,
+            )
+
+        found = _in_parts(list(batches), whole)
+        return found.without_vectors(), found.start_vector()
+
+
+def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:
+    """`run`, and where memory does not suffice, with every batch in halves: the same numbers, in more passes."""
+    while True:
+        try:
+            return run(batches)
+        except (RuntimeError, MemoryError) as error:
+            parts = [halves(batch) for batch in batches] if is_out_of_memory(error) else None
+            if parts is None or all(part is None for part in parts):
+                raise
+        _release()
+        batches = [piece for batch, part in zip(batches, parts) for piece in (part or (batch,))]
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where there is no device
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a device, or of the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
