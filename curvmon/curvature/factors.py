@@ -85,7 +85,7 @@ class Rows:
     def gram(self, precisely: bool = False) -> Tensor:
         """F_v^T F_v, in chunks, because sums of many terms belong in double precision; and one half of it only."""
         total = precise(self._pieces[0].new_zeros((self.units, self.units)))
-        step = max(48, -(-self.units // 3))
+        step = max(48, -(-self.units // 6))
         room = self._pieces[0].new_empty((self.units, min(CHUNK, self.width)))
         for start in range(0, self.width, CHUNK):
             stop = min(start + CHUNK, self.width)

@@ -41,6 +41,10 @@ class _GraphProducts:
     def depends(self) -> bool:
         return any(slope is not None for slope in self._slopes)
 
+    def gradient(self) -> list[Tensor]:
+        pairs = zip(self._slopes, self._parameters)
+        return [torch.zeros_like(p) if slope is None else slope.detach() for slope, p in pairs]
+
     def custom_functions(self) -> list[str]:
         return custom_functions([self._graph.loss, *(slope for slope in self._slopes if slope is not None)])
 
@@ -81,11 +85,14 @@ class ParameterOperator:
         self.size = sum(self.sizes)
         self.products = 0
         self.loss, self.has_ggn, depends = 0.0, True, False
+        self.gradient = self.template.new_zeros(self.size)
+        """dL/dθ"""
         functions: set[str] = set()
         self._kept: _GraphProducts | None = None
         for weight, graph in self._graphs():
             self.loss += weight * graph.loss
             depends |= graph.depends
+            self.gradient += weight * torch.cat([g.reshape(-1).to(self.template) for g in graph.gradient()])
             self.has_ggn &= graph.has_ggn()
             functions.update(graph.custom_functions())
             self._kept = graph if len(losses) == 1 else None

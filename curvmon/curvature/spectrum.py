@@ -191,7 +191,8 @@ def _against_limit(
 
 def _start(operator: ParameterOperator, earlier: Spectrum | Tensor | None) -> Tensor | None:
     if earlier is None:
-        return None
+        # the gradient of a trained network lies mostly along the sharpest directions, and is known already
+        return operator.gradient if operator.gradient.any() else None
     if isinstance(earlier, Tensor):
         if earlier.shape != (operator.size,):
             raise InputError(f"start= has shape {tuple(earlier.shape)}, the parameters are {operator.size} numbers")
