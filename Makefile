@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo bench lint format types check clean
+.PHONY: test demo bench bench-spectrum lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
@@ -16,6 +16,12 @@ demo: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.products
 	$(BIN)/python -m benchmarks.speed $(if $(DATA),--data $(DATA)) --write docs/speed-table.md
+
+# The other packages go in without what they ask for: one of them wants torchvision, which this torch does not take.
+bench-spectrum: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps pyhessian curvlinops-for-pytorch \
+		backpack-for-pytorch einops einconv linear_operator opt_einsum unfoldNd
+	$(BIN)/python -W ignore -m benchmarks.spectra $(if $(DATA),--data $(DATA)) --write docs/spectrum-table.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -42,13 +42,13 @@ class Setting(NamedTuple):
     batch: Any
     loss: Loss
 
-    def passes(self, repeats: int = 5) -> list[float]:
+    def passes(self, repeats: int = 5, clock: Callable[[], float] = time.perf_counter) -> list[float]:
         """Seconds of forward + backward."""
         times = []
         for _ in range(repeats):
-            start = time.perf_counter()
+            start = clock()
             self.loss(self.model, self.batch).backward()
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
         self.model.zero_grad(set_to_none=True)
         return times
 
@@ -203,17 +203,24 @@ def decoder() -> Lines:
 
 def _gauss_newton_passes(setting: Setting, nodes: Sequence[str]) -> float:
     """The GN part alone: factors, Gram matrices and norms of all pairs, without taps and graph."""
-    unit = statistics.median(setting.passes(3))
+    unit = statistics.median(setting.passes(3, time.process_time))
     generator = torch.Generator().manual_seed(0)
     with open_session(
         setting.model, setting.batch, loss=setting.loss, nodes=nodes, output=None, batch_dim=0, dtype=None
     ) as session:
-        start = time.perf_counter()
+        start = time.process_time()
         factors = examine(session.operator, batch_dim=0, rtol=0.05, generator=generator).factors
         assert factors is not None
         for v, w in _pairs(range(len(nodes))):
             factors.norm_squared(v, w)
-        return (time.perf_counter() - start) / unit
+        return (time.process_time() - start) / unit
+
+
+def _whole_passes(setting: Setting, nodes: Sequence[str]) -> float:
+    unit = statistics.median(setting.passes(3, time.process_time))
+    start = time.process_time()
+    curvmon.measure(setting.model, setting.batch, loss=setting.loss, nodes=nodes)
+    return (time.process_time() - start) / unit
 
 
 def _resnet_nodes(count: int) -> list[str]:
@@ -234,6 +241,16 @@ def _medians(rounds: list[list[float]]) -> list[float]:
 
 
 def scaling(data: Path | None) -> Lines:
+    """In seconds of one thread's own computing: how work grows can be seen while other programs run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _scaling(data)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _scaling(data: Path | None) -> Lines:
     counts = (3, 6, 12, 24)
     resnet = Setting(resnet18(seed=42, cifar_stem=True).eval(), batch(data), classification_loss)
     language = Setting(Decoder(), torch.randint(8192, (8, 129)), next_token_loss)
@@ -244,12 +261,12 @@ def scaling(data: Path | None) -> Lines:
         "decoder, GN part (median of 3)": _medians(
             [[_gauss_newton_passes(language, _decoder_nodes(n)) for n in counts] for _ in range(3)]
         ),
-        "ResNet-18 ReLU, whole measurement (median of 5)": _medians(
-            [[resnet.measure(_resnet_nodes(n))[1] for n in counts] for _ in range(5)]
+        "ResNet-18 ReLU, whole measurement (median of 3)": _medians(
+            [[_whole_passes(resnet, _resnet_nodes(n)) for n in counts] for _ in range(3)]
         ),
     }
     lines = [
-        "### Growth with the number of nodes (passes)",
+        "### Growth with the number of nodes (passes, in computing time of one thread)",
         "",
         "| nodes | 3 | 6 | 12 | 24 | 24 to 3 |",
         "|---|---|---|---|---|---|",
@@ -261,7 +278,7 @@ def scaling(data: Path | None) -> Lines:
     cells = []
     for count in samples:
         images = torch.randn(count, 3, 32, 32), torch.randint(10, (count,))
-        cells.append(Setting(resnet18(seed=42).eval(), images, classification_loss).measure(NODES)[1])
+        cells.append(_whole_passes(Setting(resnet18(seed=42).eval(), images, classification_loss), NODES))
     lines += [
         "",
         "Samples, ResNet-18 ReLU with the ImageNet stem, passes of the same batch: "

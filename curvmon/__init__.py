@@ -8,13 +8,16 @@ from curvmon.curvature.measure import measure
 from curvmon.curvature.spectrum import spectrum
 from curvmon.curvature.stability import StabilityLimit, stability_limit
 from curvmon.errors import CurvmonError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
-from curvmon.types import Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
+from curvmon.tracking.changes import ChangeDetector
+from curvmon.types import Alert, Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
 from curvmon.version import __version__
 
 if TYPE_CHECKING:
     from curvmon.lightning.callback import CurvatureMonitor
 
 __all__ = [
+    "Alert",
+    "ChangeDetector",
     "CurvatureMonitor",
     "CurvmonError",
     "Density",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -133,6 +133,41 @@ class ExactMeasurement(Measurement):
 
     blocks: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
     gauss_newton: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
+
+
+Level = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something changed abruptly, or a rule was broken."""
+
+    kind: str
+    """jump, drift, or the name of a rule"""
+    metric: str
+    where: str
+    """a pair of layers ("stem--layer4") or a quantity ("lambda_1")"""
+    before: float
+    after: float
+    score: float
+    """in standard deviations; for a rule, how far beyond its threshold"""
+    step: int
+    epoch: int
+    message: str
+    """what happened and what to look at, in plain language"""
+    level: Level = "warning"
+    others: tuple[str, ...] = ()
+    """further pairs or quantities that the same event changed, most affected first"""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "others": list(self.others)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Alert:
+        return cls(**{**state, "others": tuple(state["others"])})
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True, eq=False)

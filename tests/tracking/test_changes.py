@@ -1,0 +1,116 @@
+"""One series: silent on what is usual, at once on what is not."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+
+import pytest
+import torch
+
+from curvmon import ChangeDetector
+
+KINDS = ("stationary", "trend", "decay", "wider and wider", "autoregressive", "walk")
+
+
+def series(kind: str, points: int, noise: float, rng: random.Random) -> list[float]:
+    """Logarithms of values."""
+    level, slope, state, values = rng.uniform(-5, 5), rng.uniform(-0.15, 0.15), 0.0, []
+    for t in range(points):
+        z = noise * rng.gauss(0, 1)
+        if kind == "trend":
+            values.append(level + slope * t + z)
+        elif kind == "decay":
+            values.append(level + 3 * math.exp(-t / 6) + z)
+        elif kind == "wider and wider":
+            values.append(level + z * (0.5 + 1.5 * t / points))
+        elif kind in ("autoregressive", "walk"):
+            state = (0.8 if kind == "autoregressive" else 1.0) * state + z
+            values.append(level + state)
+        else:
+            values.append(level + z)
+    return values
+
+
+def alarms(values: list[float], stderr: float) -> list[int]:
+    detector = ChangeDetector()
+    return [i for i, y in enumerate(values) if detector.update(math.exp(y), stderr * math.exp(y)) is not None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quiet_series_raise_no_more_than_one_false_alarm_in_a_thousand(kind: str) -> None:
+    rng = random.Random(kind)
+    points = found = 0
+    for _ in range(60):
+        length, noise = rng.choice([10, 20, 40, 80, 200]), rng.choice([0.02, 0.05, 0.1, 0.2])
+        found += len(alarms(series(kind, length, noise, rng), noise / 3))
+        points += length
+    assert found <= points / 1000
+
+
+@pytest.mark.parametrize("kind", ["stationary", "autoregressive", "walk"])
+def test_a_jump_of_ten_deviations_is_told_at_once(kind: str) -> None:
+    rng = random.Random(kind)
+    told = 0
+    for _ in range(60):
+        noise = rng.choice([0.02, 0.05, 0.1])
+        values = series(kind, 40, noise, rng)
+        at = rng.randrange(10, 39)
+        jump = rng.choice([-1, 1]) * max(10 * noise, 0.7) * rng.uniform(1, 3)
+        told += at in alarms([y + (jump if i >= at else 0.0) for i, y in enumerate(values)], noise / 3)
+    assert told >= 57
+
+
+def test_one_jump_is_one_alarm_and_the_next_is_told_again() -> None:
+    rng = random.Random(0)
+    values = [rng.gauss(0, 0.05) + (1.5 if i >= 20 else 0) + (1.5 if i >= 40 else 0) for i in range(60)]
+    assert alarms(values, 0.02) == [20, 40]
+
+
+def test_a_large_error_bar_excuses_a_point() -> None:
+    detector = ChangeDetector()
+    for i in range(15):
+        detector.update(1.0 + 0.02 * (-1) ** i, 0.01)
+    assert detector.update(3.0, stderr=3.0) is None
+
+
+def test_what_is_no_number_is_passed_over() -> None:
+    detector = ChangeDetector()
+    for i in range(12):
+        detector.update(1.0 + 0.02 * (-1) ** i, 0.01)
+    before = detector.state_dict()
+    for value in (math.nan, math.inf, 0.0, -1.0):
+        assert detector.update(value, 0.1) is None
+    assert detector.state_dict() == before
+
+
+def test_scaling_the_values_changes_nothing() -> None:
+    rng = random.Random(1)
+    values = [math.exp(rng.gauss(0, 0.05) + (1.0 if i >= 25 else 0)) for i in range(40)]
+    told = []
+    for scale in (1.0, 1e-9, 1e9):
+        detector = ChangeDetector()
+        told.append([i for i, v in enumerate(values) if detector.update(scale * v, 0.02 * scale * v)])
+    assert told[0] == told[1] == told[2] == [25]
+
+
+def test_a_resumed_series_goes_on_as_if_nothing_had_happened() -> None:
+    rng = random.Random(2)
+    values = [math.exp(rng.gauss(0, 0.05) + (1.0 if i >= 30 else 0)) for i in range(40)]
+    whole, first, second = ChangeDetector(), ChangeDetector(), ChangeDetector()
+    expected = [whole.update(v, 0.02 * v) for v in values]
+    found = [first.update(v, 0.02 * v) for v in values[:20]]
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    found += [second.update(v, 0.02 * v) for v in values[20:]]
+    assert found == expected and found[30] is not None
+
+
+def test_unknown_scales_and_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="scale must be"):
+        ChangeDetector(scale="cubic")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        ChangeDetector(no_such_option=1)
