@@ -7,7 +7,11 @@ it is exactly as before: the original tensors were never touched, so there is no
 
 from __future__ import annotations
 
+import copy
+import operator
+import random
 import sys
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,14 +21,18 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from curvmon.curvature.randomness import random_state
-from curvmon.curvature.reachable import modules_within
+from curvmon.curvature.reachable import Reachable, reachable
 from curvmon.errors import InputError
 
 _HALF = (torch.float16, torch.bfloat16)
 # Gradient hooks are not part of the function; `wandb.watch` would log our products as the user's gradients.
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# `wandb.watch(log="all")` logs parameters from a forward hook.
+_OBSERVERS = ("wandb.integration.torch.wandb_torch",)
 _GLOBAL_BACKWARD_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 # DistributedDataParallel would prepare its reducer for a backward pass that never comes.
 _DISTRIBUTED_SYNC = ("require_backward_grad_sync", "require_forward_param_sync")
@@ -65,7 +73,8 @@ def isolated(
     model: nn.Module, loss: Callable[..., Any], *, seed: int, dtype: torch.dtype | None
 ) -> Iterator[Isolation]:
     """Run a measurement of `model` under `loss` without a trace; `dtype` as in `to_dtype`."""
-    modules = modules_within(model, loss)
+    found = reachable(model, loss)
+    modules = found.modules
     devices = {p.device.type for module in modules for p in module.parameters(recurse=False)} | {"cpu"}
     with ExitStack() as stack:
         # In Trainer.validate hooks run in inference mode: "Inference tensors cannot be saved for backward".
@@ -77,7 +86,7 @@ def isolated(
             if torch.amp.is_autocast_available(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(_twice_differentiable(modules, devices))
-        yield stack.enter_context(_working_copies(modules, dtype))
+        yield stack.enter_context(_working_copies(found, dtype))
 
 
 @contextmanager
@@ -156,8 +165,13 @@ def _no_checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _working_copies(modules: list[nn.Module], dtype: torch.dtype | None) -> Iterator[Isolation]:
-    """Give every module copies of its parameters, buffers and attributes; drop them on exit."""
+def _working_copies(found: Reachable, dtype: torch.dtype | None) -> Iterator[Isolation]:
+    """Give every module copies of its parameters, buffers and attributes; drop them on exit.
+
+    Likewise every plain object that the model holds. A container that is not copied (it is in a closure, or of a class
+    of its own) gets back what it held.
+    """
+    modules = found.modules
     for module in modules:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if torch.nn.parameter.is_lazy(tensor):
@@ -166,13 +180,9 @@ def _working_copies(modules: list[nn.Module], dtype: torch.dtype | None) -> Iter
     attributes = [
         (module.__dict__, dict(module.__dict__)) for module in modules if not isinstance(module, torch.jit.ScriptModule)
     ]
-    # A hook that removes itself takes itself out of the original dict, which its handle knows.
-    hooks = [
-        (value, list(value.items()))
-        for _, before in attributes
-        for name, value in before.items()
-        if "_hooks" in name and isinstance(value, dict)
-    ]
+    of_objects = [(item.__dict__, dict(item.__dict__)) for item in found.objects]
+    # Also for a hook that removes itself: it takes itself out of the original dict, which its handle knows.
+    contents = [(container, _entries(container)) for container in found.containers]
     isolation = Isolation()
     memo: dict[int, Any] = {id(module): module for module in modules}
     with _script_state_restored(scripted):
@@ -180,17 +190,43 @@ def _working_copies(modules: list[nn.Module], dtype: torch.dtype | None) -> Iter
             for live, before in attributes:
                 for name, value in before.items():
                     live[name] = OrderedDict() if name in _BACKWARD_HOOKS else _copy(value, dtype, memo, isolation)
+                    if name in _FORWARD_HOOKS:
+                        _send_off_observers(live[name])
                 live["training"] = False
                 live.update((name, False) for name in _DISTRIBUTED_SYNC if name in before)
+            for live, before in of_objects:
+                live.update((name, _copy(value, dtype, memo, isolation)) for name, value in before.items())
             yield isolation
         finally:
-            for live, before in attributes:
+            for live, before in (*attributes, *of_objects):
                 live.clear()
                 live.update(before)
-            for registered, items in hooks:
-                if list(registered.items()) != items:
-                    registered.clear()
-                    registered.update(items)
+            for container, entries in contents:
+                _refill(container, entries)
+
+
+def _send_off_observers(hooks: dict[int, Any]) -> None:
+    """Those that only look on, and would take our passes for the user's."""
+    for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", None) in _OBSERVERS]:
+        del hooks[key]
+
+
+def _entries(container: Any) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else container)
+
+
+def _refill(container: Any, entries: list[Any]) -> None:
+    """Put back what was in it, past methods of a class of its own, if anything has changed."""
+    now = _entries(container)
+    if isinstance(container, dict):
+        now, before = [part for pair in now for part in pair], [part for pair in entries for part in pair]
+    else:
+        before = entries
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return
+    kind: Any = next(kind for kind in (OrderedDict, dict, list, deque, set) if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if kind in (list, deque) else kind.update)(container, entries)
 
 
 @contextmanager
@@ -210,7 +246,7 @@ def _script_state_restored(scripted: list[torch.jit.ScriptModule]) -> Iterator[N
 
 
 def _copy(value: Any, dtype: torch.dtype | None, memo: dict[int, Any], isolation: Isolation) -> Any:
-    """Copy tensors, generators and builtin containers, share everything else; `memo` keeps aliases aliases.
+    """Copy tensors, arrays, generators and builtin containers, share everything else; `memo` keeps aliases aliases.
 
     A parameter becomes a new parameter, everywhere: an LSTM's `_flat_weights` holds the same object as `_parameters`.
     Assigning `.data` in another dtype instead would cut the hooks of DistributedDataParallel off for good.
@@ -227,6 +263,10 @@ def _copy(value: Any, dtype: torch.dtype | None, memo: dict[int, Any], isolation
         result = to_dtype(value, dtype)
     elif isinstance(value, torch.Generator):
         result = torch.Generator(value.device).set_state(value.get_state())
+    elif _is_copied_by_value(value):
+        result = copy.deepcopy(value)
+    elif _is_drawn_from(value):
+        result = _Withheld()
     elif type(value) in (dict, OrderedDict, defaultdict):
         result = memo[id(value)] = value.copy()
         for key, item in value.items():
@@ -243,3 +283,31 @@ def _copy(value: Any, dtype: torch.dtype | None, memo: dict[int, Any], isolation
         result = tuple(_copy(item, dtype, memo, isolation) for item in value)
     memo[id(value)] = result
     return result
+
+
+def _is_copied_by_value(value: Any) -> bool:
+    """Arrays, and the random generators of Python and numpy."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)  # which has no state
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState))
+
+
+def _is_drawn_from(value: Any) -> bool:
+    """An iterator of Python's own, or of a DataLoader."""
+    if isinstance(value, (types.GeneratorType, _BaseDataLoaderIter)):
+        return True
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+class _Withheld:
+    """Stands in for an iterator: what a measurement takes from it the training would miss, and it cannot be copied."""
+
+    def __iter__(self) -> _Withheld:
+        return self
+
+    def __next__(self) -> Any:
+        raise InputError(
+            "the training step draws from an iterator that the model holds, and would miss what a measurement takes; "
+            "pass loss= a function that does not"
+        )

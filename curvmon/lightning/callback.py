@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Optional, Union
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from curvmon.curvature.arguments import check_arguments, check_budget
 from curvmon.errors import CurvmonError, InputError
 from curvmon.lightning import figures
 from curvmon.lightning.base import CallbackBase, warn
 from curvmon.lightning.budget import Budget, Plan
+from curvmon.lightning.canvas import available, brief
 from curvmon.lightning.probe import Probe
 from curvmon.lightning.ranks import Ranks
-from curvmon.lightning.sinks import Sinks, publish
+from curvmon.lightning.sinks import Draw, Sinks, publish
 from curvmon.lightning.steps import step_loss
 from curvmon.lightning.support import check_nodes, refusal
 from curvmon.lightning.taking import Outcome, take
@@ -45,7 +48,8 @@ class CurvatureMonitor(CallbackBase):
             validation batch, it is the first training batch.
         every_n_validations: measure at every n-th validation (every n-th epoch where there is no validation).
         every_n_train_steps: also every n optimizer steps.
-        initial: also before the first optimizer step.
+        initial: also before the first optimizer step, unless Lightning's sanity check has passed less than half of the
+            validation samples that a probe batch is to have.
         loss: `loss(module, batch)` returns a scalar tensor; None: training_step in eval mode, its logging silenced.
         output: name of the module that returns the predictions, where it cannot be found; see `curvmon.measure`.
         max_overhead: measuring takes at most this share of the training time, beyond 30 free seconds; None: no limit.
@@ -84,6 +88,7 @@ class CurvatureMonitor(CallbackBase):
     ) -> None:
         super().__init__()
         self._metrics: Sequence[Metric] = METRICS if metrics is None else metrics
+        self._nodes = [nodes] if isinstance(nodes, str) else nodes
         _check(
             metrics=self._metrics,
             eigenvalues=eigenvalues,
@@ -93,11 +98,11 @@ class CurvatureMonitor(CallbackBase):
             every_n_validations=every_n_validations,
             every_n_train_steps=every_n_train_steps,
             max_overhead=max_overhead,
-            rtol=rtol,
             log_pairs=log_pairs,
             history_size=history_size,
         )
-        self._nodes = [nodes] if isinstance(nodes, str) else nodes
+        check_budget(rtol, None, seed)
+        check_arguments(nn.Identity(), _nothing if loss is None else loss, self._nodes, output, 0)
         self._every_n_validations = every_n_validations
         self._every_n_train_steps = every_n_train_steps
         self._initial = initial
@@ -112,7 +117,7 @@ class CurvatureMonitor(CallbackBase):
         )
         self._budget = Budget(max_overhead)
         self._history = History(history_size)
-        self._sinks = Sinks()
+        self._sinks = Sinks(log_key_prefix)
         self._probe = Probe(probe_size, probe_batches, data)
         self._start: Tensor | None = None
         self._ranks: Ranks | None = None
@@ -159,7 +164,8 @@ class CurvatureMonitor(CallbackBase):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self._active:
             check_nodes(pl_module, self._nodes)
-            if self._heatmaps and not figures.available():
+            check_nodes(pl_module, None if self._recipe.output is None else [self._recipe.output])
+            if self._heatmaps and not available():
                 self._warn("heatmaps need matplotlib (pip install matplotlib); numbers are logged all the same")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -167,8 +173,12 @@ class CurvatureMonitor(CallbackBase):
             self._warn("the checkpoint has no state of this CurvatureMonitor: its series starts anew here")
         self._trained_before, self._measured_before = self._budget.trained, self._budget.measured
         self._clock = time.perf_counter()
+        self._measured_at = None  # another fit may count its steps from the start
 
     # ---- hooks: batches as they pass ----
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._probe.begin_validation()
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -181,7 +191,22 @@ class CurvatureMonitor(CallbackBase):
             return
         self._probe.see("train", batch)
         if self._initial and trainer.global_step == 0 and not len(self._history) and self._measured_at is None:
+            if self._every_n_train_steps is None and self._waits(trainer):
+                self._measured_at = trainer.global_step
+                return
             self._measure(trainer, pl_module, step=_step(trainer))
+
+    def _waits(self, trainer: Any) -> bool:
+        """The sanity check has passed two samples of a loader that has many, say: better no measurement than that."""
+        assert self._ranks is not None
+        passed, all_of_them = trainer.num_sanity_val_batches[:1], trainer.num_val_batches[:1]
+        if not self._ranks.agreed(trainer.enable_validation and self._probe.is_short() and passed < all_of_them):
+            return False
+        self._warn(
+            "not measured before the first step: too few validation samples have passed for a probe batch; "
+            "a larger num_sanity_val_steps of the Trainer passes more"
+        )
+        return True
 
     # ---- hooks: moments to measure ----
 
@@ -238,6 +263,8 @@ class CurvatureMonitor(CallbackBase):
     def _outcome(self, trainer: Any, pl_module: Any, plan: Plan) -> Outcome:
         """Try until it works: the other kind of batch if this is the first time, fewer samples if memory is short."""
         assert self._ranks is not None
+        begun, refused, missing = self._probe.position(), None, None
+        wanted = self._recipe.pairs, self._recipe.eigenvalues
         while True:
             batches = self._probe.batches(self._ranks, pl_module.device, self._warn)
             if batches is None:
@@ -255,12 +282,23 @@ class CurvatureMonitor(CallbackBase):
             if outcome.error is None:
                 self._start = start
                 self._probe.settle()
+                if refused is not None:
+                    self._warn(f"measured on the first training batch, not on a validation batch: {refused}")
+                if missing is not None:
+                    what = "pairs of layers" if missing.part == "pairs" else "eigenvalues"
+                    self._warn(f"{what} are not measured in this run: {missing.error}")
                 return outcome
             if outcome.kind == "memory" and self._probe.halve():
                 continue
-            if not len(self._history) and self._probe.fall_back(self._ranks):
-                self._warn(f"not measured on a validation batch: {outcome.error}. Trying a training batch")
+            of_batch = outcome.kind in ("input", "passing") and not len(self._history)
+            if of_batch and self._probe.fall_back(self._ranks):
+                refused = outcome.error
                 continue
+            self._probe.back_to(begun)
+            if outcome.kind in ("permanent", "input") and self._recipe.without(outcome.part):
+                refused, missing = None, outcome
+                continue
+            self._recipe.pairs, self._recipe.eigenvalues = wanted
             return outcome
 
     def _noted(self, found: Measurement | None) -> Measurement | None:
@@ -278,7 +316,7 @@ class CurvatureMonitor(CallbackBase):
 
     def _failed(self, outcome: Outcome) -> None:
         """One warning of every kind; what cannot work later is not tried again."""
-        if outcome.kind == "permanent":
+        if outcome.kind in ("permanent", "input"):
             self._active = False
             self._warn(f"not measured: {outcome.error}. This run is not monitored any more; training goes on")
         else:
@@ -292,21 +330,22 @@ class CurvatureMonitor(CallbackBase):
         publish(trainer, values)
         if trainer.is_global_zero:
             values["epoch"] = float(snapshot.epoch)
-            self._sinks.write(trainer, values, self._pictures(snapshot) if trainer.loggers else {}, snapshot.step)
+            self._sinks.write(trainer, values, self._pictures(snapshot), snapshot.step)
             if self._verbose:
                 _say(trainer, summary(snapshot))
 
-    def _pictures(self, snapshot: Snapshot) -> dict[str, Any]:
-        if not self._heatmaps or not figures.available():
+    def _pictures(self, snapshot: Snapshot) -> dict[str, Draw]:
+        if not self._heatmaps or not available():
             return {}
-        pictures: dict[str, Any] = {}
-        if snapshot.measurement is not None:
+        pictures: dict[str, Draw] = {}
+        found, when = snapshot.measurement, f"step {snapshot.step}"
+        if found is not None:
             for metric in self._metrics:
-                title = f"{figures.TITLES[metric]}, step {snapshot.step}"
-                pictures[f"{self._prefix}heatmap/{metric}"] = figures.heatmap(snapshot.measurement, metric, title)
-            pictures[f"{self._prefix}by_distance"] = figures.by_distance(snapshot.measurement, f"step {snapshot.step}")
+                title = f"{figures.TITLES[metric]}, {when}"
+                pictures[f"{self._prefix}heatmap/{metric}"] = partial(figures.heatmap, found, metric, title)
+            pictures[f"{self._prefix}by_distance"] = partial(figures.by_distance, found, when, self._metrics)
         if snapshot.spectrum is not None:
-            pictures[f"{self._prefix}spectrum"] = figures.spectrum_over_time(list(self._history))
+            pictures[f"{self._prefix}spectrum"] = partial(figures.spectrum_over_time, list(self._history))
         return pictures
 
     def _trained(self) -> float:
@@ -365,18 +404,22 @@ def _check(**arguments: Any) -> None:
         raise InputError(f"eigenvalues must be a whole number, 0 for none, not {arguments['eigenvalues']!r}")
     if arguments["data"] not in ("val", "train"):
         raise InputError(f'data must be "val" or "train", not {arguments["data"]!r}')
+    if isinstance(arguments["metrics"], str):
+        raise InputError(f"metrics must be a list, [{arguments['metrics']!r}] say, not {arguments['metrics']!r}")
     unknown = [metric for metric in arguments["metrics"] if metric not in METRICS]
     if unknown:
         raise InputError(f"no metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
     if not arguments["metrics"] and not arguments["eigenvalues"]:
         raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
     overhead = arguments["max_overhead"]
-    if overhead is not None and not overhead >= 0:
+    if overhead is not None and not (isinstance(overhead, (int, float)) and overhead >= 0):
         raise InputError(f"max_overhead must be None or a share of the training time, not {overhead!r}")
-    if not arguments["rtol"] > 0:
-        raise InputError(f"rtol must be positive, not {arguments['rtol']!r}")
     if not (isinstance(arguments["log_pairs"], bool) or arguments["log_pairs"] == "auto"):
         raise InputError(f'log_pairs must be True, False or "auto", not {arguments["log_pairs"]!r}')
+
+
+def _nothing(model: Any, batch: Any) -> None:
+    """In the place of a loss that is to be found."""
 
 
 def _step(trainer: Any) -> int:
@@ -399,8 +442,8 @@ def summary(snapshot: Snapshot) -> str:
         found = snapshot.measurement
         for metric, letter in (("resonance", "R"), ("coupling", "C"), ("stable_rank", "D"), ("gn_gap", "gap")):
             far = found.by_distance(metric)[-1].item()  # type: ignore[arg-type]
-            parts.append(f"{letter}({found.nodes[0]}, {found.nodes[-1]}) {figures.brief(far)}")
+            parts.append(f"{letter}({found.nodes[0]}, {found.nodes[-1]}) {brief(far)}")
     if snapshot.spectrum is not None:
-        parts.append(f"λ_1 {figures.brief(snapshot.spectrum.sharpness)}")
+        parts.append(f"λ_1 {brief(snapshot.spectrum.sharpness)}")
     parts.append(f"{snapshot.hvps} products, {snapshot.seconds:.1f} s, overhead {100 * snapshot.overhead:.1f} %")
     return ", ".join(parts)

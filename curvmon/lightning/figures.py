@@ -1,12 +1,10 @@
 """Pictures of a measurement: a matrix as a heatmap, means by distance with error bars, eigenvalues over the run.
 
-Made with matplotlib's own objects, without pyplot: nothing global is touched, no window opens, nothing needs closing.
 Colours are viridis and the palette of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvmon.lightning.canvas import brief, few_ticks, margins, new_figure, short_names, text_width
 from curvmon.tracking.history import Snapshot
 from curvmon.types import METRICS, Measurement, Metric
 
@@ -23,152 +22,184 @@ TITLES: dict[str, str] = {
     "stable_rank": "stable rank  D",
     "gn_gap": "GN-Gap",
 }
+LOGARITHMIC = ("resonance", "gn_gap")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
-def available() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def short_names(nodes: Sequence[str], most: int = 18) -> list[str]:
-    """Without the prefix that all share ("model."), and cut in the middle where they are long."""
-    parts = [name.split(".") for name in nodes]
-    while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
-        parts = [part[1:] for part in parts]
-    names = [".".join(part) for part in parts]
-    return [name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}" for name in names]
+UNDEFINED = "0.85"
+"""the grey of a cell that has no value"""
+MOST_NODES_WITH_NUMBERS = 10
+"""in the cells of a heatmap"""
+WIDEST_LINEAR = 30.0
+"""ratio of the largest eigenvalue in the picture to the smallest λ_1 above which the scale is logarithmic"""
 
 
 def heatmap(found: Measurement, metric: Metric, title: str = "") -> Any:
-    """The n x n matrix with the names of its nodes; resonance and the gap on a logarithmic scale."""
-    from matplotlib.colors import LogNorm, Normalize
+    """The n x n matrix with the names of its nodes; resonance and the gap on a logarithmic scale.
 
+    What is not defined is grey; a zero on a logarithmic scale has its darkest colour, infinity the brightest.
+    """
     matrix: Tensor = getattr(found, metric)
     n = len(found.nodes)
-    names = short_names(found.nodes)
-    figure = _figure(2.6 + 0.62 * n, 1.7 + 0.55 * n)
-    axes = figure.add_subplot()
-    shown = matrix.where(matrix.isfinite(), math.nan)
-    positive = shown[shown > 0]
-    logarithmic = metric in ("resonance", "gn_gap") and len(positive) > 0
-    if logarithmic:
-        low, high = positive.min().item(), positive.max().item()
-        norm: Any = LogNorm(low if low < high else low / 1.1, high if low < high else high * 1.1)
-        shown = shown.where(shown > 0, math.nan)
-    else:
-        finite = shown[shown.isfinite()]
-        low, high = (finite.min().item(), finite.max().item()) if len(finite) else (0.0, 1.0)
-        if metric == "coupling":
-            low, high = 0.0, max(1.0, high)
-        norm = Normalize(low, high if high > low else low + 1)
-    image = axes.imshow(shown.numpy(), norm=norm, cmap="viridis")
-    axes.set_facecolor("0.85")  # what is not defined
-    axes.set_xticks(range(n), names, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set_yticks(range(n), names)
-    if n <= 10:
-        for i in range(n):
-            for j in range(n):
-                value = matrix[i, j].item()
-                inside = math.isfinite(value) and (not logarithmic or value > 0)
-                bright = inside and norm(value) > 0.6
-                axes.text(
-                    j,
-                    i,
-                    brief(value),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color="black" if bright or not inside else "white",
-                )
-    axes.set_title(title or TITLES[metric], fontsize=10)
-    figure.colorbar(image, ax=axes, shrink=0.9)
+    names, shared = short_names(found.nodes)
+    numbers = n <= MOST_NODES_WITH_NUMBERS
+    axes, bar_axes = _square(n, names, title or TITLES[metric], 9 if numbers else 7, footer=shared)
+    norm = _norm(matrix, metric)
+    shown = matrix.where(matrix != 0, norm.vmin).where(matrix != math.inf, norm.vmax)
+    image = axes.imshow(shown.numpy(), norm=norm, cmap="viridis", aspect="auto")
+    axes.set_facecolor(UNDEFINED)
+    for i, j in torch.cartesian_prod(torch.arange(n), torch.arange(n)).tolist() if numbers else ():
+        value = matrix[i, j].item()
+        dark = not math.isnan(value) and norm(shown[i, j].item()) < 0.6
+        axes.text(j, i, brief(value), ha="center", va="center", fontsize=7, color="white" if dark else "black")
+    axes.figure.colorbar(image, cax=bar_axes)
+    if metric in LOGARITHMIC and norm.vmin > 0:
+        few_ticks(bar_axes.yaxis, norm.vmin, norm.vmax)
+    return axes.figure
+
+
+def _square(n: int, names: Sequence[str], title: str, size: float, footer: str) -> tuple[Any, Any]:
+    """Axes of n x n cells and of their colour bar, with as much room around them as the names take.
+
+    Placed by hand: matplotlib's layout engine draws everything twice, and cuts long names off where cells are square.
+    """
+    figure = new_figure(1, 1)
+    longest = max(text_width(figure, name, size) for name in names)
+    left, right, top, slanted = longest + 0.2, 0.9, 0.4, longest * math.sqrt(0.5)
+    # the first name under the cells begins left of them
+    left, bottom = max(left, slanted + 0.15), slanted + (0.45 if footer else 0.25)
+    side = n * min(0.8, max(0.26, 4.2 / n))
+    spare = max(0.0, max(text_width(figure, title, 10), text_width(figure, footer, 8)) + 0.2 - (left + side + right))
+    width, height = left + side + right + spare, bottom + side + top
+    figure.set_size_inches(width, height)
+    axes = figure.add_axes((left / width, bottom / height, side / width, side / height))
+    bar = figure.add_axes(((left + side + 0.12) / width, bottom / height, 0.16 / width, side / height))
+    axes.set_xticks(range(n), names, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
+    axes.set_yticks(range(n), names, fontsize=size)
+    bar.tick_params(labelsize=8)
+    figure.text(0.5, 1 - 0.2 / height, title, ha="center", va="center", fontsize=10)
+    figure.text(0.5, 0.12 / height, footer, ha="center", va="center", fontsize=8, color="0.3")
+    return axes, bar
+
+
+def _norm(matrix: Tensor, metric: Metric) -> Any:
+    """Scale of the colours: C from 0 to 1 or above, D from 1, so that pictures of two moments compare."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    finite = matrix[matrix.isfinite()]
+    positive = finite[finite > 0]
+    high = finite.max().item() if len(finite) else 0.0
+    if metric in LOGARITHMIC and len(positive):
+        low = positive.min().item()
+        return LogNorm(low, high) if high > low * 1.01 else LogNorm(low / 1.1, high * 1.1)
+    if metric == "stable_rank":
+        return Normalize(1.0, max(2.0, high))
+    return Normalize(0.0, max(1.0, high))
+
+
+def by_distance(found: Measurement, title: str = "", metrics: Sequence[Metric] = METRICS) -> Any:
+    """Each metric against the distance of two layers: every pair a dot with its standard error, their mean a line."""
+    columns, rows = (1, 1) if len(metrics) == 1 else (2, (len(metrics) + 1) // 2)
+    figure = new_figure(4.2 * columns, 0.4 + 2.7 * rows)
+    margins(figure, left=0.6, right=0.12, bottom=0.5, top=0.6, wspace=0.22, hspace=0.38)
+    for place, metric in enumerate(metrics):
+        axis = figure.add_subplot(rows, columns, place + 1)
+        _distances(axis, found, metric, PALETTE[METRICS.index(metric)])
+        if place >= len(metrics) - columns:
+            axis.set_xlabel("distance of the layers")
+    explained = "dots: pairs ± standard error, line: their mean"
+    figure.suptitle(f"{title}  ({explained})" if title else explained, fontsize=9, y=1 - 0.18 / figure.get_figheight())
     return figure
 
 
-def brief(value: float) -> str:
-    """Three characters' worth: 0.82, 13, 4.1e-3."""
-    if not math.isfinite(value):
-        return "–" if math.isnan(value) else "∞"
-    if value == 0:
-        return "0"
-    if 0.01 <= abs(value) < 1000:
-        return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> None:
+    from matplotlib.ticker import MaxNLocator
 
-
-def by_distance(found: Measurement, title: str = "") -> Any:
-    """R, C, D and the gap against the distance of two layers, each pair a dot with its error, their mean a line."""
-    figure = _figure(8.4, 5.6)
-    axes = figure.subplots(2, 2)
     n = len(found.nodes)
-    for axis, metric, colour in zip(axes.flat, METRICS, PALETTE):
-        matrix, error = getattr(found, metric), found.stderr[metric]
-        rows, columns = torch.triu_indices(n, n)
-        values, errors = matrix[rows, columns], error[rows, columns]
-        kept = values.isfinite() & ((values > 0) if metric in ("resonance", "gn_gap") else True)
-        distance = (columns - rows)[kept].double()
-        axis.errorbar(
-            distance + 0.06, values[kept], yerr=1.96 * errors[kept].nan_to_num(0, 0, 0),
-            fmt=".", color="0.55", ecolor="0.75", markersize=4, zorder=1,
-        )  # fmt: skip
-        means = found.by_distance(metric)
-        some = means.isfinite() & ((means > 0) if metric in ("resonance", "gn_gap") else True)
-        axis.plot(torch.arange(n)[some], means[some], "o-", color=colour, zorder=2)
-        if metric in ("resonance", "gn_gap") and bool(some.any()):
-            axis.set_yscale("log")
-        if metric == "coupling":
-            axis.set_ylim(bottom=0)
-        axis.set_title(TITLES[metric], fontsize=10)
-        axis.set_xticks(range(n))
-        axis.grid(alpha=0.3)
-    for axis in axes[1]:
-        axis.set_xlabel("distance of the layers")
-    if title:
-        figure.suptitle(title, fontsize=10)
-    return figure
+    rows, columns = torch.triu_indices(n, n)
+    values, errors = getattr(found, metric)[rows, columns], found.stderr[metric][rows, columns]
+    means = found.by_distance(metric)
+    logarithmic = metric in LOGARITHMIC and bool((values.isfinite() & (values > 0)).any())
+    kept, some = values.isfinite(), means.isfinite()
+    if logarithmic:
+        kept, some = kept & (values > 0), some & (means > 0)
+        axis.set_yscale("log", nonpositive="clip")
+    axis.errorbar(
+        (columns - rows)[kept], values[kept], yerr=errors[kept].nan_to_num(0, 0, 0),
+        fmt=".", color="0.5", ecolor="0.7", markersize=4, zorder=1, label="pairs",
+    )  # fmt: skip
+    axis.plot(torch.arange(n)[some], means[some], "o-", color=colour, markersize=4, alpha=0.9, zorder=2, label="mean")
+    if logarithmic:
+        # an error bar that reaches zero must not stretch the axis
+        low, high = values[kept].min().item() / 1.3, values[kept].max().item() * 1.3
+        axis.set_ylim(low, high)
+        few_ticks(axis.yaxis, low, high)
+    elif metric == "coupling":
+        axis.set_ylim(0, 1.1 * max([1.0, *values[kept].tolist()]))
+    elif metric == "gn_gap":
+        axis.set_ylim(-0.05, 1)
+    if not kept.any():
+        axis.set_yticks([])
+        axis.text(0.5, 0.5, "not defined", ha="center", va="center", transform=axis.transAxes, color="0.4")
+    axis.set_xlim(-0.5, n - 0.5)
+    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    axis.set_title(TITLES[metric], fontsize=10)
+    axis.grid(alpha=0.3)
 
 
 def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "") -> Any:
-    """Top eigenvalues, the smallest, the Gauss-Newton one, and the optimizer's limit where it applies to λ_1 itself."""
+    """Top eigenvalues, the smallest, the Gauss-Newton one, and the λ_1 at which the optimizer would reach its limit."""
+    from matplotlib.ticker import MaxNLocator
+
     known = [(s.step, s.spectrum) for s in snapshots if s.spectrum is not None]
-    figure = _figure(7.2, 4.2)
+    figure = new_figure(7.6, 4.2)
+    margins(figure, left=0.75, right=1.55, bottom=0.5, top=0.35)
     axis = figure.add_subplot()
     steps = [step for step, _ in known]
+    mark = "." if len(steps) <= 50 else ""
     count = max(len(found.eigenvalues) for _, found in known)
-    for i in reversed(range(count)):
-        values = [found.eigenvalues[i].item() if i < len(found.eigenvalues) else math.nan for _, found in known]
-        first = i == 0
-        axis.plot(
-            steps, values, ".-", color=PALETTE[0] if first else "0.6", linewidth=2 if first else 1,
-            zorder=3 if first else 2, label="λ₁" if first else ("λ₂ …" if i == 1 else None),
-        )  # fmt: skip
-    axis.plot(steps, [found.smallest for _, found in known], ".-", color=PALETTE[1], label="smallest")
+    tops = [[found.eigenvalues[i].item() if i < len(found.eigenvalues) else math.nan for _, found in known]
+            for i in range(count)]  # fmt: skip
+    for i, values in enumerate(tops):
+        label = "λ₁" if i == 0 else _range_label(count) if i == 1 else None
+        style = {"color": PALETTE[0], "linewidth": 2, "zorder": 4} if i == 0 else {"color": "0.6", "linewidth": 1}
+        axis.plot(steps, values, f"{mark}-", label=label, **style)
     ggn = [found.ggn_eigenvalue for _, found in known]
     if any(math.isfinite(value) for value in ggn):
-        axis.plot(steps, ggn, "x", color=PALETTE[2], label="Gauss–Newton λ₁")
+        axis.plot(steps, ggn, f"{'x' if mark else ''}:", color=PALETTE[2], label="Gauss–Newton λ₁", zorder=5)
     limits = [found.sharpness / found.stability_ratio if found.stability_ratio > 0 else math.nan for _, found in known]
     if any(math.isfinite(value) for value in limits):
-        axis.plot(steps, limits, "--", color="black", linewidth=1, label="stability limit")
-    axis.set_yscale("symlog", linthresh=_threshold(known))
+        axis.plot(
+            steps, limits, f"{'_' if len(steps) == 1 else ''}--", color="black", linewidth=1, label="stability limit"
+        )
+    axis.plot(steps, [found.smallest for _, found in known], f"{mark}-", color=PALETTE[1], label="smallest")
+    _scale(axis, tops[0], limits)
+    if len(steps) == 1:
+        axis.set_xlim(steps[0] - 1, steps[0] + 1)
+        axis.set_xticks(steps)
+    else:
+        axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axis.set_xlabel("step")
     axis.set_ylabel("eigenvalue of the loss Hessian")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    axis.set_title(title or "top eigenvalues", fontsize=10)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    axis.set_title(title or "ends of the spectrum", fontsize=10)
     return figure
 
 
-def _threshold(known: Sequence[tuple[int, Any]]) -> float:
-    """Below a hundredth of the median λ_1 the scale is linear."""
-    tops = sorted(abs(found.sharpness) for _, found in known)
-    return max(float(tops[len(tops) // 2]) * 1e-2, 1e-12)
+def _range_label(count: int) -> str:
+    """λ₂, or λ₂ … λ₅."""
+    last = str(count).translate(str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"))
+    return "λ₂" if count == 2 else f"λ₂ … λ{last}"
+
+
+def _scale(axis: Any, top: Sequence[float], limits: Sequence[float]) -> None:
+    """Linear where λ_1 and the limit are within sight of each other; logarithmic on both sides of zero otherwise."""
+    from matplotlib.ticker import FuncFormatter
+
+    positive = [value for value in top if math.isfinite(value) and value > 0]
+    highest = max([*positive, *(value for value in limits if math.isfinite(value))], default=0.0)
+    if not positive or highest <= WIDEST_LINEAR * min(positive):
+        return
+    # a power of ten: its ticks would crowd around zero otherwise
+    threshold = 10.0 ** (math.floor(math.log10(min(positive))) - 1)
+    axis.set_yscale("symlog", linthresh=threshold, linscale=max(0.8, math.log10(highest / threshold) / 12))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: brief(value)))

@@ -23,6 +23,7 @@ class Probe:
 
     def __init__(self, size: int, count: int, prefers: str) -> None:
         self._prefers = prefers
+        self._size, self._count = size, count
         self._collectors = {source: Collector(size, count) for source in ("val", "train")}
         self._batches: list[Any] | None = None
         self._source: str | None = None
@@ -33,6 +34,11 @@ class Probe:
     def see(self, source: str, batch: Any) -> None:
         if self._batches is None and (source == "train" or self._prefers == "val"):
             self._collectors[source].add(batch)
+
+    def begin_validation(self) -> None:
+        """The same batches pass again after a sanity check: do not take them twice."""
+        if self._batches is None and self._collectors and not self._collectors["val"].complete:
+            self._collectors["val"] = Collector(self._size, self._count)
 
     def batches(self, ranks: Ranks, device: torch.device, warn: Warn) -> list[Any] | None:
         """Those of the first process that has any; None before any batch has passed. Called by all processes."""
@@ -51,9 +57,24 @@ class Probe:
                 found = ranks.agreed(own, source=owners[0])
                 self._batches = [map_tensors(batch, lambda tensor: tensor.to(device)) for batch in found]
                 self._source = source
-                self._restore(warn)
-                return self._batches
+                if self._restore(warn):
+                    return self._batches
+                self._batches = self._source = None
         return None
+
+    def is_short(self) -> bool:
+        """Not half of the validation samples that it is to have have passed, as after a short sanity check."""
+        if self._batches is not None or not self._collectors or not self._collectors["val"].batches:
+            return False
+        sizes = [samples_in(batch) for batch in self._collectors["val"].batches]
+        return None not in sizes and 2 * sum(size or 0 for size in sizes) < self._size * self._count
+
+    def position(self) -> tuple[Any, ...]:
+        """What an attempt begins with, for `back_to` if it fails altogether."""
+        return self._prefers, self._source, self._batches, self.notes
+
+    def back_to(self, position: tuple[Any, ...]) -> None:
+        self._prefers, self._source, self._batches, self.notes = position
 
     def fall_back(self, ranks: Ranks) -> bool:
         """To the training batch, where the validation batch does not work; False if that is none or was the one."""
@@ -67,7 +88,7 @@ class Probe:
     def settle(self) -> None:
         """A measurement has succeeded: no other batch will be needed."""
         if self._collectors:
-            self._collectors = {}
+            self._collectors, self._saved = {}, None
 
     def halve(self) -> bool:
         """Keep the first half of the samples; False where there is no half."""
@@ -81,18 +102,31 @@ class Probe:
     def state_dict(self) -> dict[str, Any] | None:
         if self._batches is None:
             return self._saved
-        return {"fingerprint": fingerprint(self._batches), "tensors": stored(self._batches)}
+        return {
+            "fingerprint": fingerprint(self._batches),
+            "tensors": stored(self._batches),
+            "source": self._source,
+            "notes": list(self.notes),
+        }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._saved = state
+        if state is not None and state["source"] == "train":
+            self._prefers = "train"  # training_step did not take the validation batch
 
-    def _restore(self, warn: Warn) -> None:
-        """The very batch of the checkpoint if it has it; otherwise say whether this is another."""
-        saved, self._saved = self._saved, None
+    def _restore(self, warn: Warn) -> bool:
+        """The very batch of the checkpoint if it has it; otherwise say whether this is another.
+
+        False for a training batch of another kind, where it was a validation batch: that has yet to pass.
+        """
+        saved = self._saved
         if saved is None or self._batches is None:
-            return
+            return True
         earlier = None if saved["tensors"] is None else restored(self._batches, saved["tensors"])
         if earlier is not None:
-            self._batches = earlier
+            self._batches, self.notes = earlier, tuple(saved["notes"])
+        elif self._prefers == saved["source"] == "val" != self._source:
+            return False
         elif fingerprint(self._batches) != saved["fingerprint"]:
             warn("the probe batch is not the one of the checkpoint: the series has a break here")
+        return True

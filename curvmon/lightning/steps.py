@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,6 +13,16 @@ from torch import Tensor, nn
 from curvmon.errors import LossError
 
 Loss = Callable[[Any, Any], Tensor]
+_WRITERS = (
+    ("lightning_fabric", "Logger"),
+    ("lightning", "Logger"),
+    ("torch", "SummaryWriter"),
+    ("tensorboardX", "SummaryWriter"),
+    ("wandb", "Run"),
+)
+"""package and class of what a module may hold to write to a dashboard by itself"""
+_DASHBOARDS = {"wandb": ("run", "log"), "mlflow": ("log_metric", "log_metrics", "log_image", "log_figure", "log_text")}
+"""names in a package that do so without being handed anything"""
 
 
 def step_loss(module: Any) -> Loss:
@@ -44,7 +55,7 @@ def takes_iterator(module: Any) -> bool:
 
 @contextmanager
 def silenced(trainer: Any, module: nn.Module) -> Iterator[None]:
-    """What the step logs in the meantime goes nowhere: `self.log`, `self.log_dict`, `self.logger`, `self.print`.
+    """What the step logs in the meantime goes nowhere: `self.log`, `self.logger`, `self.print`, `wandb.log`, a writer.
 
     `log` outside its place raises, or silently overwrites `callback_metrics`.
     """
@@ -54,11 +65,20 @@ def silenced(trainer: Any, module: nn.Module) -> Iterator[None]:
                 stack.enter_context(
                     _shadowed(inner, log=_nothing, log_dict=_nothing, print=_nothing, all_gather=_alone)
                 )
+            writers = [name for name, value in inner.__dict__.items() if _is_writer(value)]
+            stack.enter_context(_shadowed(inner, **dict.fromkeys(writers, _DeafLogger())))
+        for package, names in _DASHBOARDS.items():
+            if getattr(sys.modules.get(package), names[0], None) is not None:
+                stack.enter_context(_shadowed(sys.modules[package], **dict.fromkeys(names, _DeafLogger())))
         loggers = list(trainer.loggers)
         if loggers:
             trainer.loggers = [_DeafLogger()]
             stack.callback(setattr, trainer, "loggers", loggers)
         yield
+
+
+def _is_writer(value: Any) -> bool:
+    return any((base.__module__.split(".")[0], base.__name__) in _WRITERS for base in type(value).__mro__)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -71,7 +91,7 @@ def _alone(data: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _shadowed(module: nn.Module, **attributes: Any) -> Iterator[None]:
+def _shadowed(module: Any, **attributes: Any) -> Iterator[None]:
     """Attributes of the instance, past `nn.Module.__setattr__`; gone afterwards."""
     before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
     module.__dict__.update(attributes)
@@ -79,8 +99,10 @@ def _shadowed(module: nn.Module, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         for name in attributes:
-            module.__dict__.pop(name, None)
-        module.__dict__.update(before)
+            if name in before:
+                module.__dict__[name] = before[name]
+            else:
+                module.__dict__.pop(name, None)
 
 
 class _DeafLogger:

@@ -12,7 +12,7 @@ from curvmon.curvature.teams import ALONE
 from curvmon.errors import DoubleBackwardError, InputError
 from curvmon.lightning.ranks import Ranks, no_collectives
 from curvmon.lightning.steps import Loss, silenced
-from curvmon.tracking.recipe import Recipe, is_out_of_memory
+from curvmon.tracking.recipe import Part, Recipe, is_out_of_memory
 from curvmon.types import Measurement, Spectrum
 
 Kind = Literal["none", "memory", "permanent", "input", "passing"]
@@ -24,6 +24,8 @@ class Outcome:
     spectrum: Spectrum | None = None
     error: str | None = None
     kind: Kind = "none"
+    part: Part = "pairs"
+    """where the error is"""
 
 
 def take(
@@ -39,12 +41,13 @@ def take(
 ) -> tuple[Outcome, Tensor | None]:
     """What was measured, and on the process that looked for eigenvalues the vector to begin with next time."""
     mine = Outcome()
+    part: Part = "pairs"
     with ExitStack() as stack:
         stack.enter_context(silenced(trainer, module))
         stack.enter_context(no_collectives(ranks.world))
         try:
             measurement = _pairs(recipe, module, batches, loss, ranks, share)
-            spectrum = None
+            spectrum, part = None, "spectrum"
             if recipe.eigenvalues and ranks.rank == ranks.spectrum_rank:
                 optimizers = trainer.optimizers
                 spectrum, start = recipe.spectrum(
@@ -57,7 +60,7 @@ def take(
                 )
             mine = Outcome(measurement, spectrum)
         except Exception as error:
-            mine = Outcome(error=_told(error), kind=_kind(error))
+            mine = Outcome(error=_told(error), kind=_kind(error), part=part)
     return _common(ranks.gather(mine)), start
 
 
@@ -94,6 +97,8 @@ def _told(error: Exception) -> str:
 def _kind(error: Exception) -> Kind:
     if is_out_of_memory(error):
         return "memory"
-    if isinstance(error, (DoubleBackwardError, InputError)):
+    if isinstance(error, InputError):
+        return "input"
+    if isinstance(error, DoubleBackwardError):
         return "permanent"
     return "passing"

@@ -6,8 +6,9 @@ Batches are never drawn: `iter()` of a user's DataLoader consumes random numbers
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -38,18 +39,33 @@ def first_samples(batch: Any, count: int) -> Any:
 
 
 def _cut(tree: Any, size: int, rows: slice) -> Any:
+    return _merged([tree], [size], lambda tensors: tensors[0][rows], lambda lists: lists[0][rows])
+
+
+def _merged(trees: list[Any], sizes: list[int], tensor: Callable[[Any], Any], entries: Callable[[Any], Any]) -> Any:
+    """A tree like the first, its tensors made of those of all, and so its lists of names or paths, one a sample."""
+    tree = trees[0]
     if isinstance(tree, Tensor):
-        return tree[rows]
-    if isinstance(tree, (list, tuple)) and len(tree) == size and not any(True for _ in named_tensors(tree)):
-        return tree[rows]  # names or file paths, one for each sample
+        return tensor(trees)
+
+    def part(of: Callable[[Any], Any]) -> Any:
+        return _merged([of(other) for other in trees], sizes, tensor, entries)
+
     if isinstance(tree, Mapping):
-        cut = {key: _cut(value, size, rows) for key, value in tree.items()}
-        return cut if type(tree) is dict else _refilled(tree, cut)
+        found = {key: part(lambda other: other[key]) for key in tree}  # noqa: B023
+        return _refilled(tree, found) if isinstance(tree, MutableMapping) and type(tree) is not dict else found
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_cut(value, size, rows) for value in tree))
+        return type(tree)(*(part(lambda other: other[i]) for i in range(len(tree))))  # noqa: B023
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_cut(value, size, rows) for value in tree)
-    return map_tensors(tree, lambda tensor: tensor[rows])
+        if all(len(t) == size for t, size in zip(trees, sizes)) and not any(True for _ in named_tensors(tree)):
+            return entries(trees)
+        return type(tree)(part(lambda other: other[i]) for i in range(len(tree)))  # noqa: B023
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        result = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(result, field.name, part(lambda other: getattr(other, field.name)))  # noqa: B023
+        return result
+    return tree
 
 
 def _refilled(tree: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
@@ -75,22 +91,11 @@ def joined(first: Any, second: Any) -> Any | None:
         return None
     if any(a.shape[1:] != b.shape[1:] or a.dtype != b.dtype for (_, a), (_, b) in zip(ours, theirs)):
         return None
-    if _has_other_rows(first):
+    sizes = [len(ours[0][1]), len(theirs[0][1])]
+    try:
+        return _merged([first, second], sizes, torch.cat, lambda lists: lists[0] + lists[1])
+    except (LookupError, TypeError):  # what is beside the tensors differs
         return None
-    following = iter(theirs)
-    return map_tensors(first, lambda tensor: torch.cat([tensor, next(following)[1]]))
-
-
-def _has_other_rows(batch: Any) -> bool:
-    """Lists of names or the like, one entry a sample, would fall behind."""
-    size = samples_in(batch)
-    if isinstance(batch, Mapping):
-        return any(_has_other_rows(value) for value in batch.values() if not isinstance(value, Tensor))
-    if isinstance(batch, (list, tuple)):
-        if len(batch) == size and not any(isinstance(value, Tensor) for value in batch):
-            return True
-        return any(_has_other_rows(value) for value in batch if isinstance(value, (list, tuple, Mapping)))
-    return False
 
 
 class Collector:
@@ -133,9 +138,8 @@ def fingerprint(batches: list[Any]) -> str:
 
 def _bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return b""
-    return bytes(flat.view(torch.uint8).untyped_storage())
+    # not by its storage, which is that of the whole batch for a part of it, and takes seconds for a megabyte
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def stored(batches: list[Any]) -> list[list[Tensor]] | None:

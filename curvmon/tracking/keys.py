@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,6 +15,8 @@ from curvmon.types import METRICS, Measurement, Metric, Spectrum
 MOST_NODES_IN_PAIRS = 6
 """above this, pairs are not logged one by one: hundreds of charts freeze a dashboard"""
 Pairs = bool | Literal["auto"]
+_NOT_EVERYWHERE = re.compile(r"[^A-Za-z0-9_/. -]")
+"""what MLFlowLogger would drop from a key, with a warning every time; a ModuleDict may have any name in it"""
 
 
 def scalars(snapshot: Snapshot, *, metrics: Sequence[Metric] = METRICS, pairs: Pairs = "auto") -> dict[str, float]:
@@ -46,7 +49,8 @@ def _of_measurement(found: Measurement, metrics: Sequence[Metric], pairs: Pairs)
         if one_by_one:
             for pair in found.pairs():
                 if metric != "coupling" or pair.row != pair.col:
-                    values[f"{metric}/{pair}"] = matrix[index[pair.row], index[pair.col]].item()
+                    name = _NOT_EVERYWHERE.sub("_", str(pair))
+                    values[f"{metric}/{name}"] = matrix[index[pair.row], index[pair.col]].item()
     return values
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from curvmon.curvature.intervals import small_sample_factor
 from curvmon.types import METRICS, Measurement
 
 _SQUARES = ("resonance", "spectral_norm", "gn_norm", "remainder")
@@ -53,20 +54,24 @@ class MeanCurvature(Metric):
         self.nodes = tuple(nodes)
         n = len(self.nodes)
         for name in _SQUARES:
-            # sums of squares, of their squares, and of their variances as the measurements state them
-            for moment in ("sum", "sum_of_squares", "variance"):
+            # sums of squares, and of their squares
+            for moment in ("sum", "sum_of_squares"):
                 self.add_state(f"{name}_{moment}", torch.zeros((n, n), dtype=torch.float64), dist_reduce_fx="sum")
+        for metric in METRICS:
+            self.add_state(f"{metric}_stderr", torch.zeros((n, n), dtype=torch.float64), dist_reduce_fx="sum")
         for name in ("count", "loss", "hvps", "seconds"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, measurement: Measurement) -> None:
         if measurement.nodes != self.nodes:
             raise ValueError(f"a measurement of {measurement.nodes} does not belong to one of {self.nodes}")
-        for name, (value, error) in _parts(measurement).items():
-            square, spread = value.square(), 2 * value * error
-            for moment, more in (("sum", square), ("sum_of_squares", square.square()), ("variance", spread.square())):
+        for name, value in _parts(measurement).items():
+            for moment, power in (("sum", 2), ("sum_of_squares", 4)):
                 state = getattr(self, f"{name}_{moment}")
-                state += more.to(state.device)
+                state += value.pow(power).to(state.device)
+        for metric in METRICS:
+            state = getattr(self, f"{metric}_stderr")
+            state += measurement.stderr[metric].to(state.device)
         self.count += 1
         self.loss += measurement.loss
         self.hvps += measurement.hvps
@@ -77,14 +82,13 @@ class MeanCurvature(Metric):
         count = int(self.count.item())
         if count == 0:
             raise ValueError("nothing was measured yet")
+        factor = small_sample_factor(max(1, count - 1))
         mean, error = {}, {}
         for name in _SQUARES:
-            total, squares, variance = (
-                getattr(self, f"{name}_{moment}").cpu() for moment in ("sum", "sum_of_squares", "variance")
-            )
+            total, squares = (getattr(self, f"{name}_{moment}").cpu() for moment in ("sum", "sum_of_squares"))
             mean[name] = total / count
             between = (squares / count - mean[name].square()).clamp_min(0) / max(1, count - 1)
-            error[name] = (between if count > 1 else variance).sqrt() / mean[name].clamp_min(1e-300)  # relative
+            error[name] = factor * between.sqrt() / mean[name].clamp_min(1e-300)  # relative
         resonance = mean["resonance"].sqrt()
         own = resonance.diagonal()
         coupling = resonance / (own.unsqueeze(0) * own.unsqueeze(1)).sqrt()
@@ -93,6 +97,14 @@ class MeanCurvature(Metric):
         half = {name: value / 2 for name, value in error.items()}  # a root has half the relative error
         of_own = half["resonance"].diagonal().square() / 4
         of_coupling = (half["resonance"].square() + of_own.unsqueeze(0) + of_own.unsqueeze(1)).sqrt()
+        spread = {
+            "resonance": resonance * half["resonance"],
+            "coupling": (coupling * of_coupling).fill_diagonal_(0),
+            "stable_rank": rank * torch.hypot(error["resonance"], error["spectral_norm"]),
+            "gn_gap": gap * torch.hypot(half["remainder"], half["gn_norm"]),
+        }
+        if count == 1:
+            spread = {metric: getattr(self, f"{metric}_stderr").cpu() for metric in spread}
         return {
             "resonance": resonance,
             "coupling": coupling,
@@ -100,10 +112,7 @@ class MeanCurvature(Metric):
             "gn_gap": gap,
             "spectral_norm": mean["spectral_norm"].sqrt(),
             "gn_norm": mean["gn_norm"].sqrt(),
-            "stderr/resonance": resonance * half["resonance"],
-            "stderr/coupling": (coupling * of_coupling).fill_diagonal_(0),
-            "stderr/stable_rank": rank * torch.hypot(error["resonance"], error["spectral_norm"]),
-            "stderr/gn_gap": gap * torch.hypot(half["remainder"], half["gn_norm"]),
+            **{f"stderr/{metric}": value for metric, value in spread.items()},
         }
 
     def measurement(self) -> Measurement:
@@ -122,16 +131,14 @@ class MeanCurvature(Metric):
         )
 
 
-def _parts(found: Measurement) -> dict[str, tuple[Tensor, Tensor]]:
-    """Norms with standard errors. ‖H‖_2 and ‖T‖_F have none of their own: from those of D and of the gap."""
-    resonance, error = found.resonance, found.stderr["resonance"]
+def _parts(found: Measurement) -> dict[str, Tensor]:
+    """The norms; ‖T‖_F from the gap, and where there is no Gauss-Newton part, all of R."""
     remainder = found.gn_gap * found.gn_norm
-    spectral_error = found.spectral_norm * found.stderr["stable_rank"] / (2 * found.stable_rank)
     return {
-        "resonance": (resonance, error),
-        "spectral_norm": (found.spectral_norm, spectral_error.nan_to_num(0.0)),
-        "gn_norm": (found.gn_norm, torch.zeros_like(error)),
-        "remainder": (remainder.where(found.gn_norm > 0, resonance), (found.stderr["gn_gap"] * found.gn_norm)),
+        "resonance": found.resonance,
+        "spectral_norm": found.spectral_norm,
+        "gn_norm": found.gn_norm,
+        "remainder": remainder.where(found.gn_norm > 0, found.resonance),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from curvmon.tracking.metrics import combined
 from curvmon.types import Measurement, Spectrum
 
 Loss = Callable[[Any, Any], Tensor]
+Part = Literal["pairs", "spectrum"]
 Result = TypeVar("Result")
 SPECTRUM_RTOL = 1e-2
 """of each eigenvalue: what a curve in a dashboard can show"""
@@ -72,6 +73,13 @@ class Recipe:
             self.full_products = result.hvps
         return result
 
+    def without(self, part: Part) -> bool:
+        """Leave out what cannot be measured; False if nothing would remain."""
+        if not self.pairs or not self.eigenvalues:
+            return False
+        self.pairs, self.eigenvalues = part != "pairs", self.eigenvalues if part != "spectrum" else 0
+        return True
+
     def assist(
         self, model: nn.Module, batches: Sequence[Any], loss: Loss, serve: Callable[[GraphOperator], bool]
     ) -> None:
@@ -94,6 +102,8 @@ class Recipe:
         share: float = 1.0,
     ) -> tuple[Spectrum, Tensor]:
         """The ends of the spectrum and the trace, and the vector from which the next search begins."""
+        if start is not None and len(start) != sum(p.numel() for p in model.parameters() if p.requires_grad):
+            start = None  # layers were frozen or thawed in the meantime
 
         def whole(parts: Sequence[Any]) -> Spectrum:
             return spectrum(
