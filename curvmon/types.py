@@ -269,7 +269,7 @@ class Spectrum:
 
     def without_vectors(self) -> Spectrum:
         """The same without the eigenvectors, which take k times the memory of the parameters."""
-        return replace(self, eigenvectors=self.eigenvectors.new_zeros((len(self.eigenvectors), 0)))
+        return replace(self, eigenvectors=self.eigenvectors.new_zeros((len(self.eigenvectors), 0), device="cpu"))
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Spectrum:

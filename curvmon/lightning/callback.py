@@ -16,11 +16,12 @@ from curvmon.lightning import figures
 from curvmon.lightning.base import CallbackBase, warn
 from curvmon.lightning.budget import Budget, Plan
 from curvmon.lightning.canvas import available, brief
+from curvmon.lightning.crew import RemoteError
 from curvmon.lightning.probe import Probe
 from curvmon.lightning.ranks import Ranks
 from curvmon.lightning.sinks import Draw, Sinks, publish
 from curvmon.lightning.steps import step_loss
-from curvmon.lightning.support import check_nodes, refusal
+from curvmon.lightning.support import check_nodes, refusal, validates_unevenly
 from curvmon.lightning.taking import Outcome, take
 from curvmon.tracking.history import History, Snapshot
 from curvmon.tracking.keys import scalars
@@ -158,8 +159,8 @@ class CurvatureMonitor(CallbackBase):
             if self._strict:
                 raise CurvmonError(f"CurvatureMonitor cannot monitor this run: {reason}")
             self._warn(f"this run is not monitored: {reason}. Training goes on without")
-        elif self._ranks is None:
-            self._ranks = Ranks(pairs=self._recipe.pairs, spectrum=self._recipe.eigenvalues > 0)
+        elif self._ranks is None or self._ranks.world != trainer.world_size:
+            self._ranks = Ranks(trainer.world_size, pairs=self._recipe.pairs, spectrum=self._recipe.eigenvalues > 0)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self._active:
@@ -216,11 +217,11 @@ class CurvatureMonitor(CallbackBase):
             self._measure(trainer, pl_module, step=_step(trainer))
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._active and not trainer.sanity_checking:
+        if self._active and not trainer.sanity_checking and not validates_unevenly(trainer, pl_module):
             self._validated(trainer, pl_module, step=_step(trainer))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._active and not trainer.enable_validation:
+        if self._active and (not trainer.enable_validation or validates_unevenly(trainer, pl_module)):
             # Lightning logs what belongs to the end of an epoch at its last step
             self._validated(trainer, pl_module, step=max(0, _step(trainer) - 1))
 
@@ -242,6 +243,7 @@ class CurvatureMonitor(CallbackBase):
         outcome = self._outcome(trainer, pl_module, plan)
         seconds = time.perf_counter() - began
         self._budget.spent(seconds, plan)
+        clocks = self._ranks.agreed((seconds, self._budget.overhead(self._trained()), self._budget.skipped))
         if outcome.error is not None:
             self._failed(outcome)
             return
@@ -250,9 +252,9 @@ class CurvatureMonitor(CallbackBase):
             epoch=trainer.current_epoch,
             measurement=self._noted(outcome.measurement),
             spectrum=outcome.spectrum,
-            seconds=seconds,
-            overhead=self._budget.overhead(self._trained()),
-            skipped=self._budget.skipped,
+            seconds=clocks[0],
+            overhead=clocks[1],
+            skipped=clocks[2],
         )
         self._compare_nodes(snapshot)
         self._history.append(snapshot)
@@ -266,21 +268,9 @@ class CurvatureMonitor(CallbackBase):
         begun, refused, missing = self._probe.position(), None, None
         wanted = self._recipe.pairs, self._recipe.eigenvalues
         while True:
-            batches = self._probe.batches(self._ranks, pl_module.device, self._warn)
-            if batches is None:
-                return Outcome(error="no batch has passed yet", kind="passing")
-            outcome, start = take(
-                self._recipe,
-                trainer,
-                pl_module,
-                batches,
-                self._loss or step_loss(pl_module),
-                ranks=self._ranks,
-                share=plan.share,
-                start=self._start,
-            )
+            outcome, start = self._attempt(trainer, pl_module, plan, self._ranks)
             if outcome.error is None:
-                self._start = start
+                self._start = self._known_to_all(start)
                 self._probe.settle()
                 if refused is not None:
                     self._warn(f"measured on the first training batch, not on a validation batch: {refused}")
@@ -300,6 +290,25 @@ class CurvatureMonitor(CallbackBase):
                 continue
             self._recipe.pairs, self._recipe.eigenvalues = wanted
             return outcome
+
+    def _attempt(self, trainer: Any, pl_module: Any, plan: Plan, ranks: Ranks) -> tuple[Outcome, Tensor | None]:
+        try:
+            batches = self._probe.batches(ranks, pl_module.device, self._warn)
+        except RemoteError as error:
+            return Outcome(error=f"the batch cannot be shared among processes ({error})", kind="input"), None
+        if batches is None:
+            return Outcome(error="no batch has passed yet", kind="passing"), None
+        loss = self._loss or step_loss(pl_module)
+        return take(self._recipe, trainer, pl_module, batches, loss, ranks=ranks, share=plan.share, start=self._start)
+
+    def _known_to_all(self, start: Tensor | None) -> Tensor | None:
+        """Another process may look for eigenvalues than the one that writes checkpoints."""
+        assert self._ranks is not None
+        searcher = self._ranks.spectrum_rank
+        if searcher == 0 or not self._recipe.eigenvalues:
+            return start
+        told = self._ranks.agreed(_storable(start), source=searcher)
+        return start if self._ranks.rank == searcher else told
 
     def _noted(self, found: Measurement | None) -> Measurement | None:
         if found is None or not self._probe.notes:
@@ -368,13 +377,12 @@ class CurvatureMonitor(CallbackBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives, lists, dicts and tensors only: what `weights_only` loading accepts."""
-        start = self._start
         return {
             "version": 1,
             "history": self._history.state_dict(),
             "budget": self._budget.state_dict(),
             "probe": self._probe.state_dict(),
-            "start": None if start is None or len(start) > MOST_STORED_START else start.cpu(),
+            "start": _storable(self._start),
             "validations": self._validations,
             "full_products": self._recipe.full_products,
         }
@@ -390,6 +398,10 @@ class CurvatureMonitor(CallbackBase):
         self._start = state_dict["start"]
         self._validations = state_dict["validations"]
         self._recipe.full_products = state_dict["full_products"]
+
+
+def _storable(start: Tensor | None) -> Tensor | None:
+    return None if start is None or len(start) > MOST_STORED_START else start.cpu()
 
 
 def _check(**arguments: Any) -> None:

@@ -41,7 +41,10 @@ class Probe:
             self._collectors["val"] = Collector(self._size, self._count)
 
     def batches(self, ranks: Ranks, device: torch.device, warn: Warn) -> list[Any] | None:
-        """Those of the first process that has any; None before any batch has passed. Called by all processes."""
+        """Those of the first process that has any; None before any batch has passed. Called by all processes.
+
+        RemoteError on all of them if it cannot be sent from one to the others.
+        """
         if self._batches is not None:
             return self._batches
         mine = {source: bool(collector.batches) for source, collector in self._collectors.items()}
@@ -54,9 +57,8 @@ class Probe:
                     own = [
                         map_tensors(batch, lambda tensor: tensor.cpu()) for batch in self._collectors[source].batches
                     ]
-                found = ranks.agreed(own, source=owners[0])
-                self._batches = [map_tensors(batch, lambda tensor: tensor.to(device)) for batch in found]
                 self._source = source
+                self._batches = _received(ranks, own, owners[0], device)
                 if self._restore(warn):
                     return self._batches
                 self._batches = self._source = None
@@ -130,3 +132,14 @@ class Probe:
         elif fingerprint(self._batches) != saved["fingerprint"]:
             warn("the probe batch is not the one of the checkpoint: the series has a break here")
         return True
+
+
+def _received(ranks: Ranks, own: list[Any] | None, source: int, device: torch.device) -> list[Any]:
+    found, failure = [], None
+    try:
+        sent = ranks.agreed(own, source=source)
+        found = [map_tensors(batch, lambda tensor: tensor.to(device)) for batch in sent]
+    except Exception as error:  # of memory here, say, and nowhere else
+        failure = error
+    ranks.all_or_none(failure)
+    return found

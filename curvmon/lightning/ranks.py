@@ -6,47 +6,31 @@ process calls the same collectives in the same order; within a measurement, one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from curvmon.curvature.operators import GraphOperator, Products
-from curvmon.curvature.teams import Requests
-from curvmon.errors import CurvmonError
+from curvmon.curvature.operators import GraphOperator
+from curvmon.lightning.crew import Crew, RemoteError, all_gather_object, broadcast_object_list, computed, gather_object
+from curvmon.tracking.batches import fingerprint
 from curvmon.tracking.recipe import Recipe
-
-# bound at import: a measurement replaces the names in torch.distributed (see `no_collectives`)
-_all_gather_object = dist.all_gather_object if dist.is_available() else None
-_broadcast_object_list = dist.broadcast_object_list if dist.is_available() else None
-_gather_object = dist.gather_object if dist.is_available() else None
-_COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
-    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor", "scatter", "scatter_object_list", "monitored_barrier",
-)  # fmt: skip
-
-
-Task = tuple[int, int, Tensor]
-"""(position among all, node, columns)"""
-
-
-class RemoteError(CurvmonError, RuntimeError):
-    """Another process could not compute what it was asked for."""
 
 
 class Ranks:
     """All processes, and among them those that divide the products of the pairs of layers.
 
     The last one looks for eigenvalues at the same time: a search that cannot be divided. Made by all processes at once.
+    `world` is the number of them that train together: torch.distributed may still be there after a run that has ended.
     """
 
-    def __init__(self, *, pairs: bool, spectrum: bool) -> None:
-        running = dist.is_available() and dist.is_initialized()
-        self.world = dist.get_world_size() if running else 1
+    def __init__(self, world: int, *, pairs: bool, spectrum: bool) -> None:
+        running = world > 1 and dist.is_available() and dist.is_initialized()
+        self.world = world if running else 1
         self.rank = dist.get_rank() if running else 0
         apart = pairs and spectrum and self.world > 1
         self.spectrum_rank = self.world - 1 if apart else 0
@@ -68,36 +52,48 @@ class Ranks:
         if self._all is None:
             return [value]
         values: list[Any] = [None] * self.world
-        assert _all_gather_object is not None
-        _all_gather_object(values, value, group=self._all)
+        all_gather_object(values, value, group=self._all)
         return values
 
     def agreed(self, value: Any, source: int = 0) -> Any:
-        """What one process says, the first as a rule."""
+        """What one process says, the first as a rule; RemoteError on all of them if it cannot be sent."""
         if self._all is None:
             return value
-        box = [value]
-        assert _broadcast_object_list is not None
-        _broadcast_object_list(box, src=source, group=self._all)
-        return box[0]
+        box: list[Any] = [None]
+        if self.rank == source:
+            try:
+                box = [pickle.dumps(value)]
+            except Exception as error:  # the others are waiting
+                box = [f"process {source} cannot send {type(value).__name__}: {type(error).__name__}: {error}"]
+        broadcast_object_list(box, src=source, group=self._all)
+        if isinstance(box[0], str):
+            raise RemoteError(box[0])
+        return value if self.rank == source else pickle.loads(box[0])
+
+    def all_or_none(self, error: Exception | None) -> None:
+        """RemoteError on all processes if there is an error on any."""
+        told = self.gather(None if error is None else f"process {self.rank}: {type(error).__name__}: {error}")
+        failed = [one for one in told if one is not None]
+        if failed:
+            raise RemoteError(failed[0])
 
     def team(self) -> Crew | None:
         return Crew(self._team, self._members) if self._team is not None and self.leads else None
 
     def assist(self, recipe: Recipe, module: Any, batches: list[Any], loss: Any) -> None:
         """Answer the leader until it is done with all batches, whatever happens here."""
-        served = [0]
+        left = len(batches)
 
-        def serve(operator: GraphOperator) -> bool:
-            served[0] += 1
-            return self.serve(operator)
+        def serve(operator: GraphOperator | None) -> bool:
+            nonlocal left
+            left = left - 1 if self.serve(operator) else 0
+            return left > 0
 
         try:
             recipe.assist(module, batches, loss, serve)
         except Exception:
-            for _ in range(served[0], len(batches)):
-                if not self.serve(None):
-                    break
+            while left:
+                serve(None)
             raise
 
     def serve(self, operator: GraphOperator | None) -> bool:
@@ -105,10 +101,9 @@ class Ranks:
 
         Without an operator (this process could not build its graph) every answer is an error.
         """
-        assert _broadcast_object_list is not None and _gather_object is not None
         while True:
             box: list[Any] = [None]
-            _broadcast_object_list(box, src=0, group=self._team)
+            broadcast_object_list(box, src=0, group=self._team)
             what, tasks = box[0]
             if what in ("finish", "quit"):
                 return bool(what == "finish")
@@ -116,112 +111,40 @@ class Ranks:
             try:
                 if operator is None:
                     raise RemoteError("it could not run the model")
-                answer = _computed(operator, what, tasks[self.rank])
+                answer = computed(operator, what, tasks[self.rank])
             except Exception as error:
                 answer = f"process {self.rank}: {type(error).__name__}: {error}"
-            _gather_object(answer, dst=0, group=self._team)
-
-
-class Crew:
-    """The leader's view of a team: divides requests by nodes and columns, and puts the answers together."""
-
-    def __init__(self, group: Any, members: Sequence[int]) -> None:
-        self._group = group
-        self._members = members
-        self._finished = 0
-
-    @contextmanager
-    def until(self, batches: int) -> Iterator[None]:
-        """If it ends before so many graphs are finished, the others are told to stop waiting."""
-        try:
-            yield
-        finally:
-            if self._finished < batches:
-                self._tell("quit", None)
-
-    def columns(self, operator: GraphOperator, requests: Requests) -> list[Products]:
-        return self._divided(operator, "columns", requests)
-
-    def remainders(self, operator: GraphOperator, requests: Requests) -> list[Products]:
-        return self._divided(operator, "remainders", requests)
-
-    def finish(self) -> None:
-        self._tell("finish", None)
-        self._finished += 1
-
-    def _tell(self, what: str, tasks: Any) -> None:
-        assert _broadcast_object_list is not None
-        _broadcast_object_list([(what, tasks)], src=0, group=self._group)
-
-    def _divided(self, operator: GraphOperator, what: str, requests: Requests) -> list[Products]:
-        if not requests:
-            return []
-        pieces = _pieces(requests, len(self._members))
-        tasks: dict[int, list[Task]] = {member: [] for member in self._members}
-        for position, (w, z) in enumerate(piece for some in pieces for piece in some):
-            tasks[self._members[position % len(self._members)]].append((position, w, z.cpu()))
-        self._tell(what, tasks)
-        own: Any
-        try:
-            own = _computed(operator, what, tasks[0])
-        except Exception as error:  # the others are still to be heard
-            own = error
-        answers: list[Any] = [None] * len(self._members)
-        assert _gather_object is not None
-        _gather_object(None, answers, dst=0, group=self._group)
-        if isinstance(own, Exception):
-            raise own
-        for answer in answers[1:]:
-            if isinstance(answer, str):
-                raise RemoteError(answer)
-        answers[0] = own
-        found = iter(products for _, products in sorted((e for answer in answers for e in answer), key=lambda e: e[0]))
-        return [_side_by_side([next(found) for _ in some], some[0][1].device) for some in pieces]
-
-
-def _pieces(requests: Requests, members: int) -> list[list[tuple[int, Tensor]]]:
-    """(node, columns) for every request: one with many columns is cut into a piece for every member."""
-    return [[(w, part) for part in torch.split(z, -(-z.shape[1] // members), dim=1)] for w, z in requests]
-
-
-def _computed(operator: GraphOperator, what: str, tasks: list[Task]) -> list[tuple[int, Products]]:
-    image: Callable[[int, Tensor], Products] = getattr(operator, what)
-    return [
-        (position, _moved(image(w, z.to(operator.templates[w].device)), torch.device("cpu")))
-        for position, w, z in tasks
-    ]
-
-
-def _moved(found: Products, device: torch.device) -> Products:
-    known = None if found.gauss_newton is None else [x.to(device) for x in found.gauss_newton]
-    return Products([x.to(device) for x in found.remainder], known, found.spent)
-
-
-def _side_by_side(parts: list[Products], device: torch.device) -> Products:
-    remainder = [torch.cat(rows, dim=1) for rows in zip(*(part.remainder for part in parts))]
-    known = [part.gauss_newton for part in parts if part.gauss_newton is not None]
-    gauss_newton = [torch.cat(rows, dim=1) for rows in zip(*known)] if known else None
-    return _moved(Products(remainder, gauss_newton, sum(part.spent for part in parts)), device)
+            gather_object(answer, dst=0, group=self._team)
 
 
 @contextmanager
-def no_collectives(world: int) -> Iterator[None]:
-    """A collective inside a training step would wait for processes that are doing something else: an error instead."""
-    if world == 1:
-        yield
-        return
+def same_buffers(ranks: Ranks, module: nn.Module) -> Iterator[None]:
+    """For the life of the context all processes have the buffers of the first, as parameters are the same anyway.
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise CurvmonError(
-            "the training step talks to other processes (a collective of torch.distributed), which a measurement does "
-            "not; pass loss= a function without collectives"
-        )
-
-    before = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    Running statistics of BatchNorm differ between processes, and products of different functions do not go together.
+    """
+    held = [
+        (owner._buffers, name, value)
+        for owner in module.modules()
+        if ranks.world > 1 and not isinstance(owner, torch.jit.ScriptModule)
+        for name, value in owner._buffers.items()
+        if value is not None
+    ]
+    marks = ranks.gather([_mark(value) for _, _, value in held])
+    odd = [entry for entry, several in zip(held, zip(*marks)) if len(set(several)) > 1]
+    first = ranks.agreed([value.detach().cpu() for _, _, value in odd]) if odd else []
     try:
-        for name in before:
-            setattr(dist, name, refuse)
+        for (buffers, name, value), other in zip(odd, first):
+            if ranks.rank:
+                buffers[name] = other.to(value.device)
         yield
     finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
+        for buffers, name, value in odd:
+            buffers[name] = value
+
+
+def _mark(buffer: Tensor) -> str:
+    try:
+        return fingerprint([buffer])
+    except Exception:  # sparse or of another unusual kind: left as it is
+        return ""

@@ -6,8 +6,11 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from curvmon.errors import LossError
@@ -59,11 +62,12 @@ def silenced(trainer: Any, module: nn.Module) -> Iterator[None]:
 
     `log` outside its place raises, or silently overwrites `callback_metrics`.
     """
+    gathered = partial(_alone, trainer.world_size, getattr(module, "device", None))
     with ExitStack() as stack:
         for inner in module.modules():
             if hasattr(inner, "log_dict") and hasattr(inner, "training_step"):
                 stack.enter_context(
-                    _shadowed(inner, log=_nothing, log_dict=_nothing, print=_nothing, all_gather=_alone)
+                    _shadowed(inner, log=_nothing, log_dict=_nothing, print=_nothing, all_gather=gathered)
                 )
             writers = [name for name, value in inner.__dict__.items() if _is_writer(value)]
             stack.enter_context(_shadowed(inner, **dict.fromkeys(writers, _DeafLogger())))
@@ -85,9 +89,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _alone(data: Any, *args: Any, **kwargs: Any) -> Any:
-    """`all_gather` of one process: every process measures by itself, a collective would wait for the others."""
-    return data
+def _alone(world: int, device: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """`all_gather` of one process: every process measures by itself, a collective would wait for the others.
+
+    Where there are several in training, the step expects a dimension for them.
+    """
+
+    def gathered(value: Any) -> Tensor:
+        tensor = torch.as_tensor(value, device=device)
+        return tensor.unsqueeze(0) if world > 1 else tensor
+
+    return apply_to_collection(data, (Tensor, bool, int, float), gathered)
 
 
 @contextmanager

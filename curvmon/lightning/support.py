@@ -33,6 +33,12 @@ def refusal(trainer: Any, module: Any, has_loss: bool) -> str | None:
     return None
 
 
+def validates_unevenly(trainer: Any, module: Any) -> bool:
+    """A process without validation batches may skip its validation: not a moment at which all of them meet."""
+    allowed = "allow_zero_length_dataloader_with_multiple_devices"
+    return trainer.world_size > 1 and any(getattr(owner, allowed, False) for owner in (module, trainer.datamodule))
+
+
 def _overrides(module: Any, name: str) -> bool:
     """Defined below the LightningModule of whichever package."""
     return not type(module).__dict__.get(name, getattr(type(module), name)).__module__.endswith("core.module")

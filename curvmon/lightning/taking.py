@@ -10,7 +10,8 @@ from torch import Tensor
 
 from curvmon.curvature.teams import ALONE
 from curvmon.errors import DoubleBackwardError, InputError
-from curvmon.lightning.ranks import Ranks, no_collectives
+from curvmon.lightning.ranks import Ranks, same_buffers
+from curvmon.lightning.seclusion import CollectiveError, secluded
 from curvmon.lightning.steps import Loss, silenced
 from curvmon.tracking.recipe import Part, Recipe, is_out_of_memory
 from curvmon.types import Measurement, Spectrum
@@ -43,8 +44,9 @@ def take(
     mine = Outcome()
     part: Part = "pairs"
     with ExitStack() as stack:
+        stack.enter_context(same_buffers(ranks, module))
         stack.enter_context(silenced(trainer, module))
-        stack.enter_context(no_collectives(ranks.world))
+        stack.enter_context(secluded(ranks.world))
         try:
             measurement = _pairs(recipe, module, batches, loss, ranks, share)
             spectrum, part = None, "spectrum"
@@ -99,6 +101,6 @@ def _kind(error: Exception) -> Kind:
         return "memory"
     if isinstance(error, InputError):
         return "input"
-    if isinstance(error, DoubleBackwardError):
+    if isinstance(error, (DoubleBackwardError, CollectiveError)):
         return "permanent"
     return "passing"
