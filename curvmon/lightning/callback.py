@@ -8,19 +8,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Optional, Union
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvmon.curvature.arguments import check_arguments, check_budget
-from curvmon.errors import CurvmonError, InputError
+from curvmon.errors import CurvmonError
 from curvmon.lightning import figures
 from curvmon.lightning.base import CallbackBase, warn
 from curvmon.lightning.budget import Budget, Plan
-from curvmon.lightning.canvas import available, brief
+from curvmon.lightning.canvas import available
 from curvmon.lightning.crew import RemoteError
 from curvmon.lightning.probe import Probe
 from curvmon.lightning.ranks import Ranks
+from curvmon.lightning.settings import check_settings
 from curvmon.lightning.sinks import Draw, Sinks, publish
 from curvmon.lightning.steps import step_loss
+from curvmon.lightning.summary import say, summary
 from curvmon.lightning.support import check_nodes, refusal, validates_unevenly
 from curvmon.lightning.taking import Outcome, take
 from curvmon.tracking.history import History, Snapshot
@@ -90,7 +91,7 @@ class CurvatureMonitor(CallbackBase):
         super().__init__()
         self._metrics: Sequence[Metric] = METRICS if metrics is None else metrics
         self._nodes = [nodes] if isinstance(nodes, str) else nodes
-        _check(
+        check_settings(
             metrics=self._metrics,
             eigenvalues=eigenvalues,
             probe_size=probe_size,
@@ -101,9 +102,12 @@ class CurvatureMonitor(CallbackBase):
             max_overhead=max_overhead,
             log_pairs=log_pairs,
             history_size=history_size,
+            rtol=rtol,
+            seed=seed,
+            loss=loss,
+            nodes=self._nodes,
+            output=output,
         )
-        check_budget(rtol, None, seed)
-        check_arguments(nn.Identity(), _nothing if loss is None else loss, self._nodes, output, 0)
         self._every_n_validations = every_n_validations
         self._every_n_train_steps = every_n_train_steps
         self._initial = initial
@@ -341,7 +345,7 @@ class CurvatureMonitor(CallbackBase):
             values["epoch"] = float(snapshot.epoch)
             self._sinks.write(trainer, values, self._pictures(snapshot), snapshot.step)
             if self._verbose:
-                _say(trainer, summary(snapshot))
+                say(trainer, summary(snapshot))
 
     def _pictures(self, snapshot: Snapshot) -> dict[str, Draw]:
         if not self._heatmaps or not available():
@@ -404,58 +408,6 @@ def _storable(start: Tensor | None) -> Tensor | None:
     return None if start is None or len(start) > MOST_STORED_START else start.cpu()
 
 
-def _check(**arguments: Any) -> None:
-    """Everything that can be wrong before there is a Trainer."""
-    for name in ("probe_size", "probe_batches", "every_n_validations", "history_size"):
-        if not isinstance(arguments[name], int) or arguments[name] < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, not {arguments[name]!r}")
-    every = arguments["every_n_train_steps"]
-    if every is not None and (not isinstance(every, int) or every < 1):
-        raise InputError(f"every_n_train_steps must be None or a whole number of at least 1, not {every!r}")
-    if not isinstance(arguments["eigenvalues"], int) or arguments["eigenvalues"] < 0:
-        raise InputError(f"eigenvalues must be a whole number, 0 for none, not {arguments['eigenvalues']!r}")
-    if arguments["data"] not in ("val", "train"):
-        raise InputError(f'data must be "val" or "train", not {arguments["data"]!r}')
-    if isinstance(arguments["metrics"], str):
-        raise InputError(f"metrics must be a list, [{arguments['metrics']!r}] say, not {arguments['metrics']!r}")
-    unknown = [metric for metric in arguments["metrics"] if metric not in METRICS]
-    if unknown:
-        raise InputError(f"no metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
-    if not arguments["metrics"] and not arguments["eigenvalues"]:
-        raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
-    overhead = arguments["max_overhead"]
-    if overhead is not None and not (isinstance(overhead, (int, float)) and overhead >= 0):
-        raise InputError(f"max_overhead must be None or a share of the training time, not {overhead!r}")
-    if not (isinstance(arguments["log_pairs"], bool) or arguments["log_pairs"] == "auto"):
-        raise InputError(f'log_pairs must be True, False or "auto", not {arguments["log_pairs"]!r}')
-
-
-def _nothing(model: Any, batch: Any) -> None:
-    """In the place of a loss that is to be found."""
-
-
 def _step(trainer: Any) -> int:
     """The x-axis of Lightning's own metrics (LearningRateMonitor takes it from the same place)."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-
-def _say(trainer: Any, line: str) -> None:
-    bar = trainer.progress_bar_callback
-    if bar is not None and hasattr(bar, "print") and bar.is_enabled:
-        bar.print(line)
-    else:
-        print(line, flush=True)
-
-
-def summary(snapshot: Snapshot) -> str:
-    """One line: the largest distance tells most."""
-    parts = [f"curvmon: step {snapshot.step}"]
-    if snapshot.measurement is not None:
-        found = snapshot.measurement
-        for metric, letter in (("resonance", "R"), ("coupling", "C"), ("stable_rank", "D"), ("gn_gap", "gap")):
-            far = found.by_distance(metric)[-1].item()  # type: ignore[arg-type]
-            parts.append(f"{letter}({found.nodes[0]}, {found.nodes[-1]}) {brief(far)}")
-    if snapshot.spectrum is not None:
-        parts.append(f"λ_1 {brief(snapshot.spectrum.sharpness)}")
-    parts.append(f"{snapshot.hvps} products, {snapshot.seconds:.1f} s, overhead {100 * snapshot.overhead:.1f} %")
-    return ", ".join(parts)

@@ -1,0 +1,30 @@
+"""A line in the console for every measurement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from curvmon.lightning.canvas import brief
+from curvmon.tracking.history import Snapshot
+
+
+def say(trainer: Any, line: str) -> None:
+    bar = trainer.progress_bar_callback
+    if bar is not None and hasattr(bar, "print") and bar.is_enabled:
+        bar.print(line)
+    else:
+        print(line, flush=True)
+
+
+def summary(snapshot: Snapshot) -> str:
+    """One line: the largest distance tells most."""
+    parts = [f"curvmon: step {snapshot.step}"]
+    if snapshot.measurement is not None:
+        found = snapshot.measurement
+        for metric, letter in (("resonance", "R"), ("coupling", "C"), ("stable_rank", "D"), ("gn_gap", "gap")):
+            far = found.by_distance(metric)[-1].item()  # type: ignore[arg-type]
+            parts.append(f"{letter}({found.nodes[0]}, {found.nodes[-1]}) {brief(far)}")
+    if snapshot.spectrum is not None:
+        parts.append(f"λ_1 {brief(snapshot.spectrum.sharpness)}")
+    parts.append(f"{snapshot.hvps} products, {snapshot.seconds:.1f} s, overhead {100 * snapshot.overhead:.1f} %")
+    return ", ".join(parts)
