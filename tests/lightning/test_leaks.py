@@ -130,7 +130,7 @@ def test_two_hundred_measurements_leave_no_memory_behind() -> None:
     (tensors, first), *_, (tensors_later, last) = weigh.found
     print(f"\nlive tensors {[n for n, _ in weigh.found]}, resident MiB {[m / 2**20 for _, m in weigh.found]}")
     assert len(monitor.snapshots) == 5 and monitor.snapshots[-1].step >= 199
-    assert tensors_later == tensors
+    assert tensors_later <= tensors  # fewer where what an earlier test has left is collected meanwhile
     assert last - first < 4 * 2**20
 
 
