@@ -84,6 +84,8 @@ class ParameterOperator:
         self.sizes = [parameter.numel() for parameter in self._parameters]
         self.size = sum(self.sizes)
         self.products = 0
+        self.on_product: Callable[[int], None] = lambda products: None
+        """is told of every product"""
         self.loss, self.has_ggn, depends = 0.0, True, False
         self.gradient = self.template.new_zeros(self.size)
         """dL/dθ"""
@@ -139,6 +141,7 @@ class ParameterOperator:
             total = flat if total is None else total.add_(flat)
         assert total is not None
         check_finite([total])
+        self.on_product(1)
         return total
 
     def _shaped(self, z: Tensor, columns: Sequence[int]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def spectrum(
     max_hvps: int = 300,
     verify: bool = True,
     smallest: bool = True,
+    on_product: Callable[[int], None] | None = None,
 ) -> Spectrum:
     """The k largest eigenvalues of d²L/dθ² and the smallest, the top one of its Gauss-Newton part, and the trace.
 
@@ -72,6 +73,7 @@ def spectrum(
         max_hvps: stop before this many products for the eigenvalues; what has not converged by then says so.
         verify: look for eigenvalues that are missing, at about the price of finding them.
         smallest: go on until the smallest one has converged too; otherwise it is reported as far as it is known then.
+        on_product: called with 1 after every product, for a progress bar.
 
     Example:
         >>> import torch, curvmon
@@ -89,6 +91,8 @@ def spectrum(
     notes: list[str] = []
     with open_parameters(model, [batch, *more_batches], loss=loss) as operator:
         members = {} if groups is None else resolve_groups(operator.names, groups)
+        if on_product is not None:
+            operator.on_product = on_product
         generator = torch.Generator("cpu").manual_seed(seed)
         search = Search(operator, k, rtol, max_hvps, generator, smallest)
         space = search.ends(_start(operator, start))

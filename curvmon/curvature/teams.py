@@ -6,7 +6,7 @@ requests and answers travel is not known here: a `Team` is made by whoever knows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -42,6 +42,27 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+class Counted:
+    """A team that tells how many products it has made."""
+
+    def __init__(self, team: Team, tick: Callable[[int], None]) -> None:
+        self._team = team
+        self._tick = tick
+
+    def columns(self, operator: GraphOperator, requests: Requests) -> list[Products]:
+        return self._told(self._team.columns(operator, requests))
+
+    def remainders(self, operator: GraphOperator, requests: Requests) -> list[Products]:
+        return self._told(self._team.remainders(operator, requests))
+
+    def finish(self) -> None:
+        self._team.finish()
+
+    def _told(self, found: list[Products]) -> list[Products]:
+        self._tick(sum(products.spent for products in found))
+        return found
 
 
 class TeamOperator:

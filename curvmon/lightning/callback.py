@@ -17,6 +17,7 @@ from curvmon.lightning.budget import Budget, Plan
 from curvmon.lightning.canvas import available
 from curvmon.lightning.crew import RemoteError
 from curvmon.lightning.probe import Probe
+from curvmon.lightning.progress import progress
 from curvmon.lightning.ranks import Ranks
 from curvmon.lightning.settings import check_settings
 from curvmon.lightning.sinks import Draw, Sinks, publish
@@ -26,7 +27,7 @@ from curvmon.lightning.support import check_nodes, refusal, validates_unevenly
 from curvmon.lightning.taking import Outcome, take
 from curvmon.tracking.history import History, Snapshot
 from curvmon.tracking.keys import scalars
-from curvmon.tracking.recipe import Recipe
+from curvmon.tracking.recipe import Recipe, untold
 from curvmon.types import METRICS, Measurement, Metric, Spectrum
 
 MOST_STORED_START = 2**24
@@ -244,7 +245,12 @@ class CurvatureMonitor(CallbackBase):
         if plan.skips:
             return
         began = time.perf_counter()
-        outcome = self._outcome(trainer, pl_module, plan)
+        last = self._history.last
+        try:
+            with progress(trainer, None if last is None else last.hvps) as self._recipe.tick:
+                outcome = self._outcome(trainer, pl_module, plan)
+        finally:
+            self._recipe.tick = untold
         seconds = time.perf_counter() - began
         self._budget.spent(seconds, plan)
         clocks = self._ranks.agreed((seconds, self._budget.overhead(self._trained()), self._budget.skipped))

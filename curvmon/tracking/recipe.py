@@ -14,7 +14,7 @@ from curvmon.curvature.measure import run_measurement
 from curvmon.curvature.operators import GraphOperator
 from curvmon.curvature.session import open_session
 from curvmon.curvature.spectrum import spectrum
-from curvmon.curvature.teams import ALONE, Team
+from curvmon.curvature.teams import ALONE, Counted, Team
 from curvmon.tracking.batches import halves
 from curvmon.tracking.metrics import combined
 from curvmon.types import Measurement, Spectrum
@@ -26,6 +26,10 @@ SPECTRUM_RTOL = 1e-2
 """of each eigenvalue: what a curve in a dashboard can show"""
 MOST_PRODUCTS = 120
 """for the eigenvalues; what has not converged by then is reported with a note"""
+
+
+def untold(products: int) -> None:
+    pass
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Recipe:
     seed: int = 0
     full_products: int | None = None
     """that a measurement of all pairs took"""
+    tick: Callable[[int], None] = untold
+    """is told how many products were made"""
 
     def measure(
         self, model: nn.Module, batches: Sequence[Any], loss: Loss, *, share: float = 1.0, team: Team = ALONE
@@ -61,7 +67,7 @@ class Recipe:
                 max_hvps=most,
                 seed=self.seed,
                 clamp=True,
-                team=team,
+                team=Counted(team, self.tick),
             )
 
         found = []
@@ -120,6 +126,7 @@ class Recipe:
                 verify=False,
                 ggn=share >= 1,
                 trace=share >= 1,
+                on_product=self.tick,
             )
 
         found = _in_parts(list(batches), whole)
