@@ -122,7 +122,7 @@ def off_diagonal_share(
     ‖H[w, v] z‖² - ‖L[w, v] z‖² is left to chance.
     """
     everything = sorted(i for members in groups for i in members)
-    starts = dict(zip(range(len(operator.sizes)), _offsets(operator.sizes)))
+    starts = _offsets(operator.sizes)
     own = dict(zip(everything, _offsets([operator.sizes[i] for i in everything])))
     values = found.values
     vectors = [
@@ -131,17 +131,17 @@ def off_diagonal_share(
     ]
     grams = [(part.T @ part).double().cpu() for part in vectors]
     whole = torch.stack(grams).sum(0)
+    weighted = [values.unsqueeze(1) * gram * values for gram in grams]  # Λ G_v Λ
     rounds = []
     for _ in range(PHI_ROUNDS):
         total = diagonal = 0.0
-        for members, part, gram in zip(groups, vectors, grams):
+        for members, part, gram, known in zip(groups, vectors, grams, weighted):
             z = gaussian(part[:, 0], 1, generator).squeeze(1).sign()
             image = operator.block(everything, members, z)
             inner = torch.cat([_cut(image, own[i], operator.sizes[i]) for i in members])
             c = values * (part.T @ z).double().cpu()
-            weighted = (values.unsqueeze(1) * gram * values).T
-            total += _square(image) - float(c @ whole @ c) + float((whole * weighted).sum())
-            diagonal += _square(inner) - float(c @ gram @ c) + float((gram * weighted).sum())
+            total += _square(image) - float(c @ whole @ c) + float((whole * known).sum())
+            diagonal += _square(inner) - float(c @ gram @ c) + float((gram * known).sum())
         rounds.append((total, total - diagonal))
     samples = torch.tensor(rounds, dtype=torch.float64)
     total, off = samples.mean(0).tolist()
