@@ -17,6 +17,10 @@ class LossError(CurvmonError, ValueError):
     """The loss is not a finite scalar that depends on the monitored nodes."""
 
 
+class DivergedError(LossError):
+    """The loss is not finite."""
+
+
 class DoubleBackwardError(CurvmonError, RuntimeError):
     """An operation between the nodes and the loss cannot be differentiated twice."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 from curvmon.curvature.arguments import batch_size, check_arguments, explained, why_not_finite
 from curvmon.curvature.autograd import bypassed, custom_functions, differentiate, product
 from curvmon.curvature.isolation import isolated, own_copy
+from curvmon.curvature.layers import Layer, used_once, watched_layers
 from curvmon.curvature.operators import check_finite
 from curvmon.curvature.randomness import reseed
 from curvmon.curvature.session import NOISE_SEED, Loss
 from curvmon.curvature.taps import TappedGraph, checked_scalar, tapped_forward
+from curvmon.curvature.traces import LayeredGraph
 from curvmon.curvature.trees import map_tensors
-from curvmon.errors import InputError, LossError
+from curvmon.errors import DivergedError, InputError, LossError
 
 
 class _GraphProducts:
@@ -47,6 +50,9 @@ class _GraphProducts:
 
     def custom_functions(self) -> list[str]:
         return custom_functions([self._graph.loss, *(slope for slope in self._slopes if slope is not None)])
+
+    def used_once(self) -> set[int]:
+        return used_once(self._graph.loss, self._parameters)
 
     def has_ggn(self) -> bool:
         graph = self._graph
@@ -75,8 +81,10 @@ class ParameterOperator:
         losses: Sequence[tuple[float, Callable[[], TappedGraph]]],
         parameters: Mapping[str, Tensor],
         originals: Sequence[Tensor],
+        layered: Callable[[Mapping[str, Tensor]], Iterator[tuple[float, LayeredGraph]]],
     ) -> None:
         self._losses = losses
+        self._layered = layered
         self.names = tuple(parameters)
         self.originals = originals
         """the user's parameters, of which these are copies"""
@@ -90,6 +98,7 @@ class ParameterOperator:
         self.gradient = self.template.new_zeros(self.size)
         """dL/dθ"""
         functions: set[str] = set()
+        self._once = set(range(len(self.sizes)))
         self._kept: _GraphProducts | None = None
         for weight, graph in self._graphs():
             self.loss += weight * graph.loss
@@ -97,6 +106,7 @@ class ParameterOperator:
             self.gradient += weight * torch.cat([g.reshape(-1).to(self.template) for g in graph.gradient()])
             self.has_ggn &= graph.has_ggn()
             functions.update(graph.custom_functions())
+            self._once &= graph.used_once()
             self._kept = graph if len(losses) == 1 else None
         if not depends:
             raise LossError("the loss does not depend on any trainable parameter of the model; is it detached?")
@@ -120,6 +130,15 @@ class ParameterOperator:
         """Only where `has_ggn`."""
         shaped = self._shaped(z, range(len(self._parameters)))
         return self._summed(lambda graph: graph.ggn(shaped))
+
+    def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
+        """The loss of every batch by taps on its layers, and its weight; only where `has_ggn`."""
+        return self._layered({self.names[i]: self._parameters[i] for i in self._once})
+
+    def spend(self, products: int) -> None:
+        """Count work that was done elsewhere."""
+        self.products += products
+        self.on_product(products)
 
     def flat(self, values: Mapping[Tensor, Tensor], default: float) -> Tensor:
         """Values that belong to the user's parameters, as one vector."""
@@ -172,11 +191,32 @@ def open_parameters(
 
             graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, dtype)
             if not torch.isfinite(graph.loss):
-                raise LossError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
+                raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph
 
-        losses = [(share, lambda batch=batch: build(batch)) for share, batch in zip(_shares(batches), batches)]
-        yield ParameterOperator(losses, parameters, list(trainable.values()))
+        def layered(once: Mapping[str, Tensor]) -> Iterator[tuple[float, LayeredGraph]]:
+            for share, batch in zip(shares, batches):
+                graph, layers, owned = _by_layers(model, once, partial(build, batch))
+                rest = [parameter for name, parameter in parameters.items() if name not in owned]
+                yield share, LayeredGraph(graph, layers, rest, batch_size(batch, 0) or 1)
+
+        shares = _shares(batches)
+        losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
+        yield ParameterOperator(losses, parameters, list(trainable.values()), layered)
+
+
+def _by_layers(
+    model: nn.Module, once: Mapping[str, Tensor], build: Callable[[], TappedGraph]
+) -> tuple[TappedGraph, list[Layer], set[str]]:
+    """The graph with a tap on every layer that runs once, these layers, and the names of their parameters."""
+    shy: list[nn.Module] = []
+    while True:
+        with watched_layers(model, once, shy) as watched:
+            graph = build()
+        odd = watched.odd()
+        if not odd:
+            return graph, watched.layers, watched.owned
+        shy += odd
 
 
 def _shares(batches: Sequence[Any]) -> list[float]:

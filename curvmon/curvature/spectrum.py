@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from curvmon.curvature.arguments import check_budget, check_integer
 from curvmon.curvature.groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
+from curvmon.curvature.lanczos import Lanczos
 from curvmon.curvature.parameters import ParameterOperator, open_parameters
-from curvmon.curvature.search import Found, Search
+from curvmon.curvature.search import TRACE_PROBES, Found, Search
 from curvmon.curvature.session import Loss
 from curvmon.curvature.stability import stability_limit
+from curvmon.curvature.traces import trace_of_parts
 from curvmon.errors import InputError
 from curvmon.types import Spectrum
 
@@ -58,7 +60,9 @@ def spectrum(
         loss: `loss(model, batch)` returns a scalar tensor.
         k: how many eigenvalues, counted from the largest in value (`Spectrum.largest_magnitude` is another thing).
         ggn: also the top eigenvalue of the Gauss-Newton part, as a rule a few products more.
-        trace: also the trace, exactly on the Krylov space and by ten random probes outside.
+        trace: also the trace: that of the Gauss-Newton part, exactly where the outputs are few, and ten random probes
+            for the rest (one if the network is piecewise linear: then there is none). Where the output is not known,
+            exactly on the Krylov space and by ten probes outside.
         density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 products more.
         start: an earlier result for the same parameters; its eigenvectors are where to begin. Or a flat vector.
         seed: of the start vector and the probes.
@@ -96,7 +100,7 @@ def spectrum(
         generator = torch.Generator("cpu").manual_seed(seed)
         search = Search(operator, k, rtol, max_hvps, generator, smallest)
         space = search.ends(_start(operator, start))
-        total, stderr = search.trace(space) if trace else (math.nan, math.nan)
+        total, stderr = _trace(operator, search, space, generator) if trace else (math.nan, math.nan)
         found, verified = search.verified(search.extract(space), verify)
         converged = found.settled(rtol, k)
         waited = converged if smallest else converged[:k]
@@ -165,6 +169,21 @@ def spectrum(
         seconds=time.perf_counter() - began,
         notes=tuple(notes),
     )
+
+
+def _trace(
+    operator: ParameterOperator, search: Search, space: Lanczos, generator: torch.Generator
+) -> tuple[float, float]:
+    """By the parts of H where they are known; else exactly on the Krylov space, and by probes outside."""
+    few = operator.size - len(space.basis) <= TRACE_PROBES  # these probes are all directions there are
+    if few or not operator.has_ggn:
+        return search.trace(space)
+    by_parts = trace_of_parts(operator.layered(), generator)
+    if by_parts is None:
+        return search.trace(space)
+    total, stderr, spent = by_parts
+    operator.spend(spent)
+    return total, stderr
 
 
 def _against_limit(

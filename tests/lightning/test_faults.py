@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import signal
 import warnings
 from collections.abc import Iterator
@@ -146,7 +147,8 @@ def test_eigenvalues_in_parts_are_those_of_the_whole_batch(room: int) -> None:
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
     error = (parts.eigenvalues - whole.eigenvalues).abs()
     assert (error <= parts.residuals + whole.residuals + 1e-5 * whole.eigenvalues[0]).all()
-    assert parts.trace == pytest.approx(whole.trace, rel=1e-4)
+    # what the activations bend is estimated, by other probes for other parts
+    assert abs(parts.trace - whole.trace) < 4 * math.hypot(parts.trace_stderr, whole.trace_stderr)
 
 
 # ---- numbers and errors of the user's step ----
@@ -168,7 +170,7 @@ def test_a_loss_that_is_nan_for_a_while_is_one_warning() -> None:
     module = seeded(Faulty, lambda self, loss: loss * (float("nan") if self.current_epoch in (1, 2) else 1.0))
     monitor = CurvatureMonitor()
     (said,) = trained(module, monitor, loaders(), max_epochs=5)
-    assert "not measured: LossError: the loss is nan although inputs and parameters are finite" in said
+    assert "not measured: DivergedError: the loss is nan although inputs and parameters are finite" in said
     assert "Training goes on; the next validation is tried again" in said
     assert epochs_measured(monitor) == [0, 0, 3, 4]
     assert_same(monitor.history[-1], curvmon.measure(module, first_rows(PROBE), loss=regression_loss))
@@ -627,7 +629,7 @@ def test_another_probe_batch_warns(tmp_path: Path) -> None:
 
 # ---- both Lightnings, and their command lines ----
 
-EVERY_ARGUMENT = {
+EVERY_ARGUMENT: dict[str, Any] = {
     "nodes": ["net.0", "net.2"],
     "metrics": ["resonance", "gn_gap"],
     "eigenvalues": 2,
@@ -643,6 +645,8 @@ EVERY_ARGUMENT = {
     "rtol": 0.1,
     "log_pairs": False,
     "heatmaps": False,
+    "alerts": {"gn_gap_above": 2.0, "saddle": None},
+    "on_alert": "checkpoint",
     "seed": 7,
     "log_key_prefix": "probe/",
     "verbose": True,
@@ -704,7 +708,8 @@ def test_every_command_line_takes_every_argument(package: Any, tmp_path: Path) -
     cli = import_module(f"{package.__name__}.cli")
     found = cli.LightningCLI(module_of(package), args=["--config", str(tmp_path / "config.yaml")], run=False)
     (monitor,) = (callback for callback in found.trainer.callbacks if isinstance(callback, CurvatureMonitor))
-    arguments = {**EVERY_ARGUMENT, "loss": regression_loss}
+    rules = curvmon.AlertRules(**EVERY_ARGUMENT["alerts"])
+    arguments = {**EVERY_ARGUMENT, "loss": regression_loss, "alerts": rules}
     assert described(monitor) == described(CurvatureMonitor(**arguments))
     # and each of them would be missed
     for name in arguments:

@@ -1,0 +1,186 @@
+"""Layers that are linear in their own parameters, f = A(x) θ: what follows from that for second derivatives.
+
+Linear, convolution, the affine part of a normalisation. If such a layer runs once, and nothing else uses its θ, then
+
+    ∂² <c, out> / ∂θ²  =  A^T (∂² <c, out> / ∂f²) A                the network's curvature at f, and nothing else
+    ‖d out_i / dθ · s‖²  =  ‖Σ_t g_it a_it^T‖²                     per sample i, from its inputs a and gradients g
+
+so both can be had from a zero tap on f, with the parameters themselves held constant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from curvmon.curvature.operators import precise_dtype
+from curvmon.curvature.outputs import zero_leaf
+
+_LINEAR_LAYERS = """
+    Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d BatchNorm1d BatchNorm2d BatchNorm3d
+    LayerNorm GroupNorm RMSNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d
+"""
+LINEAR_IN_THEIR_PARAMETERS = frozenset(getattr(nn, name) for name in _LINEAR_LAYERS.split())
+"""these types only: what a subclass does is not known"""
+MOST_ENTRIES = 2**23
+"""numbers that per-sample gradients take at a time"""
+
+
+class Layer:
+    """One layer in one forward pass: what went in, and the tap on what came out."""
+
+    def __init__(self, module: nn.Module, trained: Mapping[str, Tensor], x: Tensor, tap: Tensor) -> None:
+        self._module = module
+        self._trained = trained
+        self._x = x
+        self.tap = tap
+        self._grams: dict[int, Tensor] = {}
+
+    def tangent(self, signs: Callable[[Tensor], Tensor]) -> Tensor:
+        """A(x) z for a random z = signs(θ)."""
+        own = dict(self._module.named_parameters(recurse=False))
+        z = {name: signs(p) if name in self._trained else torch.zeros_like(p) for name, p in own.items()}
+        image: Tensor = functional_call(self._module, z, (self._x,))
+        return image
+
+    def rows(self, samples: int) -> bool:
+        """Whether the first dimension counts samples, or several rows for each."""
+        return all(t.ndim > 1 and len(t) and len(t) % samples == 0 for t in (self._x, self.tap))
+
+    def squared_norm(self, gradient: Tensor, samples: int) -> float:
+        """Σ_i ‖d<s_i, out_i>/dθ‖² for the gradient of Σ_i <s_i, out_i> by f, its rows the samples."""
+        x, g = (t.reshape(samples, len(t) // samples, *t.shape[1:]) for t in (self._x, gradient))
+        total = 0.0
+        largest = max(x[0].numel() * self._patch, g[0].numel(), sum(p.numel() for p in self._trained.values()))
+        step = max(1, MOST_ENTRIES // largest)
+        for start in range(0, samples, step):
+            total += self._chunk(start, x[start : start + step], g[start : start + step])
+        return total
+
+    @property
+    def _patch(self) -> int:
+        """How many patches a number of the input is part of."""
+        module = self._module
+        return module.kernel_size[0] * module.kernel_size[1] if isinstance(module, nn.Conv2d) else 1
+
+    def _chunk(self, start: int, x: Tensor, g: Tensor) -> float:
+        module = self._module
+        if isinstance(module, nn.Linear) and x.ndim > 2:
+            return self._outer(start, x.flatten(1, -2), g.flatten(1, -2))
+        if isinstance(module, nn.Conv2d) and x.ndim == 5 and _is_plain(module):
+            patches = F.unfold(
+                x.flatten(0, 1), module.kernel_size, module.dilation, _numbers(module.padding), module.stride
+            )
+            inputs = patches.reshape(*x.shape[:2], *patches.shape[1:]).transpose(2, 3).flatten(1, 2)
+            return self._outer(start, inputs, g.flatten(3).transpose(2, 3).flatten(1, 2))
+        trained = {name: p.detach() for name, p in self._trained.items()}
+
+        def pulled_back(one: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = vjp(lambda p: functional_call(module, p, (one,)), trained)[1](cotangent)[0]
+            return found
+
+        return sum(_square(each) for each in vmap(pulled_back)(x, g).values())
+
+    def _outer(self, start: int, a: Tensor, g: Tensor) -> float:
+        """Σ_i ‖Σ_t g_it a_it^T‖², or Σ_i Σ_tu <a_it, a_iu> <g_it, g_iu> where that takes less; and the bias."""
+        total = 0.0
+        if "weight" in self._trained:
+            positions, inputs, outputs = a.shape[1], a.shape[2], g.shape[2]
+            if positions * (inputs + outputs) < inputs * outputs:
+                if start not in self._grams:  # the same for every cotangent
+                    self._grams[start] = torch.bmm(a, a.mT)
+                total += (self._grams[start] * torch.bmm(g, g.mT)).sum(dtype=precise_dtype(g)).item()
+            else:
+                total += _square(torch.bmm(g.mT, a))
+        if "bias" in self._trained:
+            total += _square(g.sum(1))
+        return total
+
+
+def _is_plain(module: nn.Conv2d) -> bool:
+    return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+def _numbers(padding: Any) -> tuple[int, ...]:
+    return tuple(padding)
+
+
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item()) ** 2
+
+
+class Watched:
+    """The layers that ran, in the order of their calls, and which of the parameters are theirs."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.owned: set[str] = set()
+        self.calls: Counter[nn.Module] = Counter()
+
+    def odd(self) -> list[nn.Module]:
+        """Modules that were called several times, or never, or in a way that is not understood."""
+        return [module for module, calls in self.calls.items() if calls != 1]
+
+
+@contextmanager
+def watched_layers(
+    model: nn.Module, parameters: Mapping[str, Tensor], shy: Sequence[nn.Module] = ()
+) -> Iterator[Watched]:
+    """Tap the layers whose trained parameters are all among `parameters`, and hold these constant meanwhile.
+
+    `shy` are modules to leave alone.
+    """
+    names = {id(p): name for name, p in parameters.items()}
+    watched = Watched()
+    with ExitStack() as stack:
+        for module in model.modules():
+            trained = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+            known = trained and all(id(p) in names for p in trained.values())
+            if known and _is_linear(module) and module not in shy:
+                watched.owned.update(names[id(p)] for p in trained.values())
+                watched.calls[module] = 0
+                stack.callback(module.register_forward_hook(_hook(watched, trained), prepend=True).remove)
+                for parameter in trained.values():
+                    stack.callback(parameter.requires_grad_, True)
+                    parameter.requires_grad_(False)
+        yield watched
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+        return False  # normalises by the batch: a sample's own gradient is no function of that sample
+    return type(module) in LINEAR_IN_THEIR_PARAMETERS
+
+
+def used_once(loss: Tensor, parameters: Sequence[Tensor]) -> set[int]:
+    """Indices of the parameters that enter the graph behind a loss in one place."""
+    uses: Counter[int] = Counter()
+    queue = [loss.grad_fn]
+    seen = set(queue)
+    while queue:
+        function = queue.pop()
+        for following, _ in function.next_functions if function is not None else ():
+            uses[id(getattr(following, "variable", None))] += 1
+            if following is not None and following not in seen:
+                seen.add(following)
+                queue.append(following)
+    return {i for i, parameter in enumerate(parameters) if uses[id(parameter)] == 1}
+
+
+def _hook(watched: Watched, trained: Mapping[str, Tensor]) -> Any:
+    def tap(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        watched.calls[module] += 1
+        if len(args) != 1 or not isinstance(result, Tensor) or not torch.is_grad_enabled():
+            watched.calls[module] += 1  # as good as called twice: not to be understood
+            return None
+        watched.layers.append(Layer(module, trained, args[0].detach(), zero_leaf(result)))
+        return result + watched.layers[-1].tap
+
+    return tap
