@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,11 +17,15 @@ from curvmon.curvature.operators import GraphOperator
 from curvmon.curvature.randomness import reseed
 from curvmon.curvature.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.curvature.trees import map_tensors
-from curvmon.errors import LossError, NodeError
+from curvmon.errors import DivergedError, LossError, NodeError
 
 Loss = Callable[[Any, Any], Tensor]
 NOISE_SEED = 0
 """for a model that draws noise of its own: the same in every forward pass and every measurement"""
+
+
+class NoCallError(LossError, NodeError):
+    """No module of the model ran: there is nothing to tap. Its parameters may still have a say in the loss."""
 
 
 class Session(NamedTuple):
@@ -57,13 +62,13 @@ def open_session(
 
         calls = explained(lambda: _discover(model, run, isolation), model, dtype)
         if not calls:
-            raise LossError("loss(model, batch) did not call the model that was passed, nor any part of it")
+            raise NoCallError("loss(model, batch) did not call the model that was passed, nor any part of it")
         out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))
 
         def tap(chosen: list[Call]) -> TappedGraph:
             graph = tapped_forward(labelled(calls, chosen), run, batch_dim=batch_dim, output=out, lean=lean)
             if not torch.isfinite(graph.loss):
-                raise LossError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
+                raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph
 
         if wanted is None:
@@ -97,15 +102,18 @@ def _automatic(
     left_out: set[tuple[int, int]] = set()
     unrelated: LossError | None = None
 
-    def has_samples(call: Call) -> bool:
+    def has_rows(call: Call) -> bool:
         shape = call.shape
         if shape is None or not has_dimension(shape, batch_dim):
             return False
-        return samples is None or shape[batch_dim] == samples
+        return rows is None or shape[batch_dim] == rows
 
     def usable(call: Call) -> bool:
-        return has_samples(call) and call.key not in left_out
+        return has_rows(call) and call.key not in left_out
 
+    rows = samples
+    if not choose(model, calls, usable):
+        rows = _rows_of_several(calls, samples, batch_dim) or samples
     while chosen := choose(model, calls, usable):
         graph = tap(chosen)
         try:
@@ -117,13 +125,33 @@ def _automatic(
         dead = {call.key for call, gradient in zip(chosen, operator.gradients) if gradient is None}
         outputs = {call.key for i, call in enumerate(chosen) if _is_output(graph, i)}
         if not dead and (not outputs or len(chosen) - len(outputs) < 2):
-            return operator, _shape_notes(calls, chosen, has_samples, samples, batch_dim)
+            return operator, _shape_notes(calls, chosen, has_rows, rows, batch_dim)
         left_out.update(dead or outputs)
         del graph, operator  # they hold all activations
     raise unrelated or NodeError(
         "no module with parameters returned a floating tensor with the batch's samples along "
         f"batch_dim={batch_dim}; pass nodes=[...] or the right batch_dim"
     )
+
+
+def _rows_of_several(calls: list[Call], samples: int | None, batch_dim: int) -> int | None:
+    """The multiple of the samples that most layers see, where none sees the samples alone; None if there is none.
+
+    Contrastive learning passes all views of the samples side by side, others their patches or tokens. Where another
+    dimension counts the samples in all these layers, this one counts something else: time, in a sequence-first model.
+    """
+    if samples is None or samples < 2:
+        return None
+    layers = [c for c in calls if c.shape is not None and next(c.module.parameters(), None) is not None]
+    shapes = [c.shape for c in layers if c.shape is not None and has_dimension(c.shape, batch_dim)]
+    several = [shape for shape in shapes if shape[batch_dim] > samples and shape[batch_dim] % samples == 0]
+    if not several:
+        return None
+    found = Counter(shape[batch_dim] for shape in several)
+    rows = max(found, key=lambda size: (found[size], -size))
+    seen = [shape for shape in several if shape[batch_dim] == rows]
+    elsewhere = [{d for d, size in enumerate(shape) if size == samples} for shape in seen]
+    return None if set.intersection(*elsewhere) else rows
 
 
 def _is_output(graph: TappedGraph, i: int) -> bool:
@@ -135,8 +163,8 @@ def _is_output(graph: TappedGraph, i: int) -> bool:
 def _shape_notes(
     calls: list[Call],
     chosen: list[Call],
-    has_samples: Callable[[Call], bool],
-    samples: int | None,
+    has_rows: Callable[[Call], bool],
+    rows: int | None,
     batch_dim: int,
 ) -> list[str]:
     """Modules with parameters that were passed over because of their shape: maybe `batch_dim` is wrong."""
@@ -145,15 +173,15 @@ def _shape_notes(
         for call in calls
         if call.name
         and call.shape is not None
-        and not has_samples(call)
-        and (samples in call.shape or any(call.module is other.module for other in chosen))
+        and not has_rows(call)
+        and (rows in call.shape or any(call.module is other.module for other in chosen))
         and next(call.module.parameters(), None) is not None
     ]
     if not odd:
         return []
     some = ", ".join(f"{call.name} {tuple(call.shape or ())}" for call in odd[:2])
     return [
-        f"{len(odd)} modules do not have the batch's {samples} samples along batch_dim={batch_dim} and were left out "
+        f"{len(odd)} modules do not have the batch's {rows} samples along batch_dim={batch_dim} and were left out "
         f"({some}{', …' if len(odd) > 2 else ''}); pass another batch_dim, or nodes=[...]"
     ]
 
@@ -191,12 +219,12 @@ def _output_notes(operator: GraphOperator, output: str | None) -> list[str]:
 def _graph_notes(operator: GraphOperator, samples: int | None, batch_dim: int, dtype: torch.dtype | None) -> list[str]:
     graph, notes = operator.graph, []
     labels = [node.label for node in graph.nodes]
-    for label, tapped in zip(labels, graph.tapped):
-        size = tapped.shape[batch_dim]
+    for size in dict.fromkeys(tapped.shape[batch_dim] for tapped in graph.tapped):
         if samples is not None and size != samples:
+            of = [label for label, tapped in zip(labels, graph.tapped) if tapped.shape[batch_dim] == size]
             notes.append(
-                f"{label} has {size} entries along batch_dim={batch_dim}, the batch has {samples} samples; "
-                f"its perturbation is shared by all {size}"
+                f"{', '.join(of)}: {size} entries along batch_dim={batch_dim}, where the batch has {samples} samples; "
+                f"a perturbation is shared by all {size}"
             )
     dead = [label for label, gradient in zip(labels, operator.gradients) if gradient is None]
     if dead:

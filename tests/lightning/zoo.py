@@ -404,6 +404,17 @@ def regression_loss(module: Any, batch: Any) -> Tensor:
     return F.mse_loss(module.net(batch[0]), batch[1])
 
 
+class ParametersAlone(Lit):
+    """Its parameters are used directly: there is no layer to look at, but a Hessian."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(drawn(6, 2) / 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss((batch[0] @ self.weight).sigmoid(), batch[1])
+
+
 class ReturnsDict(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         predicted = self(batch[0])
@@ -705,8 +716,7 @@ MEASURED: dict[str, Case] = {
         VIEWS,
         VIEWS_VAL,
         lambda m, b: nt_xent(m.projection(m.backbone(torch.cat(b)))),
-        note="its perturbation is shared by all 64",
-        options={"nodes": ["backbone.0", "backbone.2", "projection.0"]},
+        note="a perturbation is shared by all 64",
     ),
     "triplet": Case(
         Triplet, TRIPLETS, TRIPLETS_VAL, lambda m, b: F.triplet_margin_loss(*(m.embed(x) for x in b), margin=2.0)
@@ -818,7 +828,9 @@ DECLINED: dict[str, Declined] = {
 }
 
 PARTLY: dict[str, Declined] = {
-    "views joined": Declined(JoinedViews, VIEWS, "pairs of layers are not measured in this run: NodeError: no module"),
+    "no modules": Declined(
+        ParametersAlone, REGRESSION, "pairs of layers are not measured in this run: NoCallError: loss(model, batch) did"
+    ),
     "images in a list": Declined(
         Detector, PICTURES, "pairs of layers are not measured in this run: NodeError: no module", collate=as_lists
     ),
