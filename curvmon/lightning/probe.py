@@ -58,10 +58,13 @@ class Probe:
                         map_tensors(batch, lambda tensor: tensor.cpu()) for batch in self._collectors[source].batches
                     ]
                 self._source = source
+                if source != self._prefers:
+                    self.notes = ("measured on the first training batch: no validation batch had passed by then",)
                 self._batches = _received(ranks, own, owners[0], device)
                 if self._restore(warn):
                     return self._batches
                 self._batches = self._source = None
+                self.notes = ()
         return None
 
     def is_short(self) -> bool:
@@ -98,7 +101,9 @@ class Probe:
         if not parts or any(part is None for part in parts):
             return False
         self._batches = [part[0] for part in parts if part is not None]
-        self.notes = (f"out of memory: measured on the first {samples_in(self._batches[0])} samples of the batch",)
+        told = [note for note in self.notes if not note.startswith("out of memory")]
+        short = f"out of memory: measured on the first {samples_in(self._batches[0])} samples of the batch"
+        self.notes = (*told, short)
         return True
 
     def state_dict(self) -> dict[str, Any] | None:

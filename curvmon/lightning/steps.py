@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from curvmon.errors import LossError
+from curvmon.lightning.standstill import shadowed
 
 Loss = Callable[[Any, Any], Tensor]
 _WRITERS = (
@@ -33,7 +34,8 @@ def step_loss(module: Any) -> Loss:
     takes_index = _takes_two(module.training_step)
 
     def loss(model: Any, batch: Any) -> Tensor:
-        returned = model.training_step(batch, 0) if takes_index else model.training_step(batch)
+        with _not_stopped(getattr(model, "_trainer", None)):
+            returned = model.training_step(batch, 0) if takes_index else model.training_step(batch)
         if isinstance(returned, Mapping):
             returned = returned.get("loss")
         if returned is None:
@@ -42,6 +44,17 @@ def step_loss(module: Any) -> Loss:
         return result
 
     return loss
+
+
+@contextmanager
+def _not_stopped(trainer: Any) -> Iterator[None]:
+    """A step that ends training at a small loss has not seen that of the probe batch."""
+    before = getattr(trainer, "should_stop", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            trainer.should_stop = before
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
@@ -67,13 +80,13 @@ def silenced(trainer: Any, module: nn.Module) -> Iterator[None]:
         for inner in module.modules():
             if hasattr(inner, "log_dict") and hasattr(inner, "training_step"):
                 stack.enter_context(
-                    _shadowed(inner, log=_nothing, log_dict=_nothing, print=_nothing, all_gather=gathered)
+                    shadowed(inner, log=_nothing, log_dict=_nothing, print=_nothing, all_gather=gathered)
                 )
             writers = [name for name, value in inner.__dict__.items() if _is_writer(value)]
-            stack.enter_context(_shadowed(inner, **dict.fromkeys(writers, _DeafLogger())))
+            stack.enter_context(shadowed(inner, **dict.fromkeys(writers, _DeafLogger())))
         for package, names in _DASHBOARDS.items():
             if getattr(sys.modules.get(package), names[0], None) is not None:
-                stack.enter_context(_shadowed(sys.modules[package], **dict.fromkeys(names, _DeafLogger())))
+                stack.enter_context(shadowed(sys.modules[package], **dict.fromkeys(names, _DeafLogger())))
         loggers = list(trainer.loggers)
         if loggers:
             trainer.loggers = [_DeafLogger()]
@@ -100,21 +113,6 @@ def _alone(world: int, device: Any, data: Any, *args: Any, **kwargs: Any) -> Any
         return tensor.unsqueeze(0) if world > 1 else tensor
 
     return apply_to_collection(data, (Tensor, bool, int, float), gathered)
-
-
-@contextmanager
-def _shadowed(module: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of the instance, past `nn.Module.__setattr__`; gone afterwards."""
-    before = {name: module.__dict__[name] for name in attributes if name in module.__dict__}
-    module.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                module.__dict__[name] = before[name]
-            else:
-                module.__dict__.pop(name, None)
 
 
 class _DeafLogger:

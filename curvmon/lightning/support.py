@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from curvmon.curvature.nodes import check_names
 from curvmon.lightning.steps import takes_iterator
@@ -31,6 +32,16 @@ def refusal(trainer: Any, module: Any, has_loss: bool) -> str | None:
     if takes_iterator(module):
         return "training_step draws its batches itself (dataloader_iter); pass loss=..."
     return None
+
+
+def validates(trainer: Any) -> bool:
+    """There is something to validate on. A loader without batches is never run, and no hook tells of it."""
+    return bool(trainer.enable_validation) and any(trainer.num_val_batches)
+
+
+def has_no_shape_yet(module: nn.Module) -> bool:
+    """Lazy modules get their parameters in the first forward pass."""
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def validates_unevenly(trainer: Any, module: Any) -> bool:

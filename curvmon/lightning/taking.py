@@ -6,17 +6,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from curvmon.curvature.teams import ALONE
-from curvmon.errors import DoubleBackwardError, InputError
+from curvmon.errors import DivergedError, DoubleBackwardError, InputError, NonFiniteError
 from curvmon.lightning.ranks import Ranks, same_buffers
 from curvmon.lightning.seclusion import CollectiveError, secluded
+from curvmon.lightning.standstill import standing_still
 from curvmon.lightning.steps import Loss, silenced
 from curvmon.tracking.recipe import Part, Recipe, is_out_of_memory
 from curvmon.types import Measurement, Spectrum
 
-Kind = Literal["none", "memory", "permanent", "input", "passing"]
+Kind = Literal["none", "memory", "permanent", "input", "diverged", "passing"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ def take(
     part: Part = "pairs"
     with ExitStack() as stack:
         stack.enter_context(same_buffers(ranks, module))
+        stack.enter_context(standing_still(trainer))
         stack.enter_context(silenced(trainer, module))
+        # Trainer(detect_anomaly=True) would print tracebacks of passes that are tried and given up on purpose
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(secluded(ranks.world))
         try:
             measurement = _pairs(recipe, module, batches, loss, ranks, share)
@@ -99,6 +104,8 @@ def _told(error: Exception) -> str:
 def _kind(error: Exception) -> Kind:
     if is_out_of_memory(error):
         return "memory"
+    if isinstance(error, (DivergedError, NonFiniteError)):
+        return "diverged"
     if isinstance(error, InputError):
         return "input"
     if isinstance(error, (DoubleBackwardError, CollectiveError)):
