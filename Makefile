@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo bench bench-spectrum lint format types check clean
+.PHONY: test demo bench bench-spectrum bench-alerts lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
 
 demo: $(READY)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/python -m examples.demo
 
 # about half an hour; DATA=cifar10_subset.npz for real images
 bench: $(READY)
@@ -22,6 +22,11 @@ bench-spectrum: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps pyhessian curvlinops-for-pytorch \
 		backpack-for-pytorch einops einconv linear_operator opt_einsum unfoldNd
 	$(BIN)/python -W ignore -m benchmarks.spectra $(if $(DATA),--data $(DATA)) --write docs/spectrum-table.md
+
+# about half an hour the first time; recorded runs are kept below runs/
+bench-alerts: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps river
+	$(BIN)/python -m benchmarks.alerts --write docs/alerts-table.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,8 +7,17 @@ from curvmon.curvature.exact import exact
 from curvmon.curvature.measure import measure
 from curvmon.curvature.spectrum import spectrum
 from curvmon.curvature.stability import StabilityLimit, stability_limit
-from curvmon.errors import CurvmonError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
-from curvmon.tracking.changes import ChangeDetector
+from curvmon.errors import (
+    CurvmonError,
+    DivergedError,
+    DoubleBackwardError,
+    InputError,
+    LossError,
+    NodeError,
+    NonFiniteError,
+)
+from curvmon.tracking.changes import ChangeDetector, Sensitivity
+from curvmon.tracking.rules import AlertRules
 from curvmon.types import Alert, Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
 from curvmon.version import __version__
 
@@ -17,10 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alert",
+    "AlertRules",
     "ChangeDetector",
     "CurvatureMonitor",
     "CurvmonError",
     "Density",
+    "DivergedError",
     "DoubleBackwardError",
     "ExactMeasurement",
     "GroupSpectrum",
@@ -30,6 +41,7 @@ __all__ = [
     "NodeError",
     "NonFiniteError",
     "Pair",
+    "Sensitivity",
     "Spectrum",
     "StabilityLimit",
     "__version__",

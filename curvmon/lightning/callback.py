@@ -16,6 +16,7 @@ from curvmon.lightning.base import CallbackBase, warn
 from curvmon.lightning.budget import Budget, Plan
 from curvmon.lightning.canvas import available
 from curvmon.lightning.crew import RemoteError
+from curvmon.lightning.delivery import act, deliver
 from curvmon.lightning.probe import Probe
 from curvmon.lightning.progress import progress
 from curvmon.lightning.ranks import Ranks
@@ -23,12 +24,15 @@ from curvmon.lightning.settings import check_settings
 from curvmon.lightning.sinks import Draw, Sinks, publish
 from curvmon.lightning.steps import step_loss
 from curvmon.lightning.summary import say, summary
-from curvmon.lightning.support import check_nodes, refusal, validates_unevenly
+from curvmon.lightning.support import check_nodes, has_no_shape_yet, refusal, validates, validates_unevenly
 from curvmon.lightning.taking import Outcome, take
+from curvmon.tracking.alarms import Alarms
+from curvmon.tracking.circumstances import circumstances
 from curvmon.tracking.history import History, Snapshot
 from curvmon.tracking.keys import scalars
 from curvmon.tracking.recipe import Recipe, untold
-from curvmon.types import METRICS, Measurement, Metric, Spectrum
+from curvmon.tracking.rules import AlertRules
+from curvmon.types import METRICS, Alert, Measurement, Metric, Spectrum
 
 MOST_STORED_START = 2**24
 """entries of the vector from which the next search for eigenvalues begins that go into a checkpoint: 64 MiB"""
@@ -47,18 +51,20 @@ class CurvatureMonitor(CallbackBase):
         eigenvalues: how many of the largest; 0 for none.
         probe_size: samples in the batch that is measured; it is captured once and stays the same for the whole run.
         probe_batches: how many such batches; several are measured one by one and averaged.
-        data: where the batch comes from, "val" or "train". Without validation, or where training_step does not take a
-            validation batch, it is the first training batch.
+        data: where the batch comes from, "val" or "train". Without validation, without a sanity check before the first
+            measurement, or where training_step does not take a validation batch, it is the first training batch.
         every_n_validations: measure at every n-th validation (every n-th epoch where there is no validation).
         every_n_train_steps: also every n optimizer steps.
-        initial: also before the first optimizer step, unless Lightning's sanity check has passed less than half of the
-            validation samples that a probe batch is to have.
+        initial: also before the first optimizer step, unless Lightning's sanity check has passed some, but less than
+            half of the validation samples that a probe batch is to have, or modules are still lazy.
         loss: `loss(module, batch)` returns a scalar tensor; None: training_step in eval mode, its logging silenced.
         output: name of the module that returns the predictions, where it cannot be found; see `curvmon.measure`.
         max_overhead: measuring takes at most this share of the training time, beyond 30 free seconds; None: no limit.
         rtol: relative standard error at which a measurement stops.
         log_pairs: log every pair as a scalar; "auto": up to six nodes. Means by distance are always logged.
         heatmaps: log pictures too (needs matplotlib).
+        alerts: tell of abrupt changes and of what `AlertRules` name; False for none.
+        on_alert: a function that is called with every `Alert` (on the first process), or "stop" or "checkpoint".
         seed: of the probes.
         log_key_prefix: in front of every key; two monitors in one Trainer need different ones.
         verbose: print a line for every measurement.
@@ -83,6 +89,8 @@ class CurvatureMonitor(CallbackBase):
         rtol: float = 0.05,
         log_pairs: Union[bool, Literal["auto"]] = "auto",  # noqa: UP007
         heatmaps: bool = True,
+        alerts: Union[bool, AlertRules] = True,  # noqa: UP007
+        on_alert: Union[Literal["stop", "checkpoint"], Callable, None] = None,  # type: ignore[type-arg]  # noqa: UP007
         seed: int = 0,
         log_key_prefix: str = "",
         verbose: bool = False,
@@ -102,6 +110,8 @@ class CurvatureMonitor(CallbackBase):
             every_n_train_steps=every_n_train_steps,
             max_overhead=max_overhead,
             log_pairs=log_pairs,
+            alerts=alerts,
+            on_alert=on_alert,
             history_size=history_size,
             rtol=rtol,
             seed=seed,
@@ -124,6 +134,9 @@ class CurvatureMonitor(CallbackBase):
         self._budget = Budget(max_overhead)
         self._history = History(history_size)
         self._sinks = Sinks(log_key_prefix)
+        self._alarms = Alarms(alerts if isinstance(alerts, AlertRules) else None) if alerts else None
+        self._on_alert = on_alert
+        self._told: list[Alert] = []
         self._probe = Probe(probe_size, probe_batches, data)
         self._start: Tensor | None = None
         self._ranks: Ranks | None = None
@@ -147,6 +160,16 @@ class CurvatureMonitor(CallbackBase):
     def spectra(self) -> list[Spectrum]:
         """The latest spectra, oldest first, without eigenvectors."""
         return [s.spectrum for s in self._history if s.spectrum is not None]
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """What was told in this run, oldest first; earlier runs of a resumed training included."""
+        return [alert for alert in self._told if alert.level != "info"]
+
+    @property
+    def notices(self) -> list[Alert]:
+        """What is worth knowing but no reason to worry: the edge of stability was reached, say."""
+        return [alert for alert in self._told if alert.level == "info"]
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -197,14 +220,19 @@ class CurvatureMonitor(CallbackBase):
             return
         self._probe.see("train", batch)
         if self._initial and trainer.global_step == 0 and not len(self._history) and self._measured_at is None:
-            if self._every_n_train_steps is None and self._waits(trainer):
+            if self._waits(trainer, pl_module):
                 self._measured_at = trainer.global_step
                 return
             self._measure(trainer, pl_module, step=_step(trainer))
 
-    def _waits(self, trainer: Any) -> bool:
+    def _waits(self, trainer: Any, pl_module: Any) -> bool:
         """The sanity check has passed two samples of a loader that has many, say: better no measurement than that."""
         assert self._ranks is not None
+        if has_no_shape_yet(pl_module):
+            self._warn("not measured before the first step: lazy modules get their parameters in it")
+            return True
+        if self._every_n_train_steps is not None:
+            return False
         passed, all_of_them = trainer.num_sanity_val_batches[:1], trainer.num_val_batches[:1]
         if not self._ranks.agreed(trainer.enable_validation and self._probe.is_short() and passed < all_of_them):
             return False
@@ -226,7 +254,7 @@ class CurvatureMonitor(CallbackBase):
             self._validated(trainer, pl_module, step=_step(trainer))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._active and (not trainer.enable_validation or validates_unevenly(trainer, pl_module)):
+        if self._active and (not validates(trainer) or validates_unevenly(trainer, pl_module)):
             # Lightning logs what belongs to the end of an epoch at its last step
             self._validated(trainer, pl_module, step=max(0, _step(trainer) - 1))
 
@@ -253,9 +281,11 @@ class CurvatureMonitor(CallbackBase):
             self._recipe.tick = untold
         seconds = time.perf_counter() - began
         self._budget.spent(seconds, plan)
-        clocks = self._ranks.agreed((seconds, self._budget.overhead(self._trained()), self._budget.skipped))
+        # before the first step there was no training to be a share of: a point of 8000 would hide all later ones
+        overhead = self._budget.overhead(self._trained()) if trainer.global_step else float("nan")
+        clocks = self._ranks.agreed((seconds, overhead, self._budget.skipped))
         if outcome.error is not None:
-            self._failed(outcome)
+            self._failed(trainer, outcome, step)
             return
         snapshot = Snapshot(
             step=step,
@@ -267,8 +297,14 @@ class CurvatureMonitor(CallbackBase):
             skipped=clocks[2],
         )
         self._compare_nodes(snapshot)
+        fresh: list[Alert] = []
+        if self._alarms is not None:
+            fresh = self._alarms.update(snapshot, self._history.last, circumstances(pl_module, trainer.optimizers))
+        self._told += fresh
+        snapshot = replace(snapshot, alerts=len(self.alerts))
         self._history.append(snapshot)
-        self._report(trainer, snapshot)
+        self._report(trainer, snapshot, fresh)
+        self._tell(trainer, fresh)
         # pictures and logging cost time as well
         self._budget.measured += time.perf_counter() - began - seconds
 
@@ -290,7 +326,7 @@ class CurvatureMonitor(CallbackBase):
                 return outcome
             if outcome.kind == "memory" and self._probe.halve():
                 continue
-            of_batch = outcome.kind in ("input", "passing") and not len(self._history)
+            of_batch = outcome.kind in ("input", "passing", "diverged") and not len(self._history)
             if of_batch and self._probe.fall_back(self._ranks):
                 refused = outcome.error
                 continue
@@ -333,8 +369,27 @@ class CurvatureMonitor(CallbackBase):
                 "the series of pairs start anew"
             )
 
-    def _failed(self, outcome: Outcome) -> None:
+    def _tell(self, trainer: Any, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            if trainer.is_global_zero:
+                deliver(trainer, alert, f"{self._prefix}curvmon/alert")
+        if any(alert.level != "info" for alert in alerts):
+            self._act(trainer, [alert for alert in alerts if alert.level != "info"])
+
+    def _act(self, trainer: Any, alerts: Sequence[Alert]) -> None:
+        """A checkpoint is written once, whatever the number of alerts."""
+        for alert in alerts[:1] if isinstance(self._on_alert, str) else alerts:
+            act(trainer, alert, self._on_alert)
+
+    def _failed(self, trainer: Any, outcome: Outcome, step: int) -> None:
         """One warning of every kind; what cannot work later is not tried again."""
+        if outcome.kind == "diverged" and self._alarms is not None:
+            fresh = self._alarms.diverged(outcome.error or "", step, trainer.current_epoch)
+            self._told += fresh
+            if fresh and trainer.is_global_zero:
+                count = {f"{self._prefix}curvmon/alerts": float(len(self.alerts))}
+                self._sinks.write(trainer, count, {}, step)
+            self._tell(trainer, fresh)
         if outcome.kind in ("permanent", "input"):
             self._active = False
             self._warn(f"not measured: {outcome.error}. This run is not monitored any more; training goes on")
@@ -343,28 +398,31 @@ class CurvatureMonitor(CallbackBase):
                 f"not measured: {outcome.error}. Training goes on; the next validation is tried again", outcome.kind
             )
 
-    def _report(self, trainer: Any, snapshot: Snapshot) -> None:
+    def _report(self, trainer: Any, snapshot: Snapshot, alerts: Sequence[Alert] = ()) -> None:
         values = scalars(snapshot, metrics=self._metrics, pairs=self._log_pairs)
         values = {f"{self._prefix}{key}": value for key, value in values.items()}
         publish(trainer, values)
         if trainer.is_global_zero:
             values["epoch"] = float(snapshot.epoch)
-            self._sinks.write(trainer, values, self._pictures(snapshot), snapshot.step)
+            self._sinks.write(trainer, values, self._pictures(snapshot, alerts), snapshot.step)
             if self._verbose:
                 say(trainer, summary(snapshot))
 
-    def _pictures(self, snapshot: Snapshot) -> dict[str, Draw]:
+    def _pictures(self, snapshot: Snapshot, alerts: Sequence[Alert]) -> dict[str, Draw]:
         if not self._heatmaps or not available():
             return {}
         pictures: dict[str, Draw] = {}
         found, when = snapshot.measurement, f"step {snapshot.step}"
+        marked = [pair for alert in alerts if alert.level != "info" for pair in (alert.where, *alert.others)]
         if found is not None:
             for metric in self._metrics:
                 title = f"{figures.TITLES[metric]}, {when}"
-                pictures[f"{self._prefix}heatmap/{metric}"] = partial(figures.heatmap, found, metric, title)
+                pictures[f"{self._prefix}heatmap/{metric}"] = partial(figures.heatmap, found, metric, title, marked)
             pictures[f"{self._prefix}by_distance"] = partial(figures.by_distance, found, when, self._metrics)
         if snapshot.spectrum is not None:
-            pictures[f"{self._prefix}spectrum"] = partial(figures.spectrum_over_time, list(self._history))
+            pictures[f"{self._prefix}spectrum"] = partial(
+                figures.spectrum_over_time, list(self._history), "", [alert.step for alert in self.alerts]
+            )
         return pictures
 
     def _trained(self) -> float:
@@ -395,6 +453,8 @@ class CurvatureMonitor(CallbackBase):
             "start": _storable(self._start),
             "validations": self._validations,
             "full_products": self._recipe.full_products,
+            "alarms": None if self._alarms is None else self._alarms.state_dict(),
+            "told": [alert.to_dict() for alert in self._told],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -408,6 +468,9 @@ class CurvatureMonitor(CallbackBase):
         self._start = state_dict["start"]
         self._validations = state_dict["validations"]
         self._recipe.full_products = state_dict["full_products"]
+        if self._alarms is not None and state_dict["alarms"] is not None:
+            self._alarms.load_state_dict(state_dict["alarms"])
+        self._told = [Alert.from_dict(alert) for alert in state_dict["told"]]
 
 
 def _storable(start: Tensor | None) -> Tensor | None:

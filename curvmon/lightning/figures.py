@@ -32,10 +32,11 @@ WIDEST_LINEAR = 30.0
 """ratio of the largest eigenvalue in the picture to the smallest λ_1 above which the scale is logarithmic"""
 
 
-def heatmap(found: Measurement, metric: Metric, title: str = "") -> Any:
+def heatmap(found: Measurement, metric: Metric, title: str = "", marked: Sequence[str] = ()) -> Any:
     """The n x n matrix with the names of its nodes; resonance and the gap on a logarithmic scale.
 
-    What is not defined is grey; a zero on a logarithmic scale has its darkest colour, infinity the brightest.
+    What is not defined is grey; a zero on a logarithmic scale has its darkest colour, infinity the brightest. Pairs
+    that an alert names are framed.
     """
     matrix: Tensor = getattr(found, metric)
     n = len(found.nodes)
@@ -50,10 +51,22 @@ def heatmap(found: Measurement, metric: Metric, title: str = "") -> Any:
         value = matrix[i, j].item()
         dark = not math.isnan(value) and norm(shown[i, j].item()) < 0.6
         axes.text(j, i, brief(value), ha="center", va="center", fontsize=7, color="white" if dark else "black")
+    _frame(axes, found.nodes, marked)
     axes.figure.colorbar(image, cax=bar_axes)
     if metric in LOGARITHMIC and norm.vmin > 0:
         few_ticks(bar_axes.yaxis, norm.vmin, norm.vmax)
     return axes.figure
+
+
+def _frame(axes: Any, nodes: Sequence[str], marked: Sequence[str]) -> None:
+    from matplotlib.patches import Rectangle
+
+    for i, row in enumerate(nodes):
+        for j, column in enumerate(nodes):
+            if f"{row}--{column}" in marked or f"{column}--{row}" in marked:
+                axes.add_patch(
+                    Rectangle((j - 0.46, i - 0.46), 0.92, 0.92, fill=False, edgecolor=PALETTE[1], linewidth=2)
+                )
 
 
 def _square(n: int, names: Sequence[str], title: str, size: float, footer: str) -> tuple[Any, Any]:
@@ -145,7 +158,7 @@ def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> No
     axis.grid(alpha=0.3)
 
 
-def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "") -> Any:
+def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: Sequence[int] = ()) -> Any:
     """Top eigenvalues, the smallest, the Gauss-Newton one, and the λ_1 at which the optimizer would reach its limit."""
     from matplotlib.ticker import MaxNLocator
 
@@ -171,6 +184,8 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "") -> Any:
             steps, limits, f"{'_' if len(steps) == 1 else ''}--", color="black", linewidth=1, label="stability limit"
         )
     axis.plot(steps, [found.smallest for _, found in known], f"{mark}-", color=PALETTE[1], label="smallest")
+    for place, step in enumerate(sorted({step for step in alerts if step >= steps[0]})):
+        axis.axvline(step, color=PALETTE[1], linestyle=":", linewidth=1.5, label=None if place else "alert", zorder=1)
     _scale(axis, tops[0], limits)
     if len(steps) == 1:
         axis.set_xlim(steps[0] - 1, steps[0] + 1)

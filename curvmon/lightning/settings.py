@@ -8,6 +8,7 @@ from torch import nn
 
 from curvmon.curvature.arguments import check_arguments, check_budget
 from curvmon.errors import InputError
+from curvmon.tracking.rules import AlertRules
 from curvmon.types import METRICS
 
 
@@ -35,6 +36,11 @@ def check_settings(**arguments: Any) -> None:
         raise InputError(f"max_overhead must be None or a share of the training time, not {overhead!r}")
     if not (isinstance(arguments["log_pairs"], bool) or arguments["log_pairs"] == "auto"):
         raise InputError(f'log_pairs must be True, False or "auto", not {arguments["log_pairs"]!r}')
+    if not isinstance(arguments["alerts"], (bool, AlertRules)):
+        raise InputError(f"alerts must be True, False or AlertRules(...), not {arguments['alerts']!r}")
+    wanted = arguments["on_alert"]
+    if not (wanted is None or wanted in ("stop", "checkpoint") or callable(wanted)):
+        raise InputError(f'on_alert must be a callable, "stop", "checkpoint" or None, not {wanted!r}')
     check_budget(arguments["rtol"], None, arguments["seed"])
     loss = arguments["loss"]
     check_arguments(nn.Identity(), _nothing if loss is None else loss, arguments["nodes"], arguments["output"], 0)

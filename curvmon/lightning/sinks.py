@@ -32,6 +32,7 @@ CHARTS = {
         "trace": r"hessian/trace",
         "error of Gauss-Newton": r"hessian/ggn_error",
     },
+    "alerts": {"alerts so far": r"curvmon/alerts"},
     "cost": {"overhead": r"curvmon/overhead", "seconds": r"curvmon/seconds"},
 }
 """sections of a dashboard, their charts, and which keys are the lines of a chart: the end of a regular expression"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from curvmon.lightning.canvas import brief
@@ -26,5 +27,7 @@ def summary(snapshot: Snapshot) -> str:
             parts.append(f"{letter}({found.nodes[0]}, {found.nodes[-1]}) {brief(far)}")
     if snapshot.spectrum is not None:
         parts.append(f"λ_1 {brief(snapshot.spectrum.sharpness)}")
-    parts.append(f"{snapshot.hvps} products, {snapshot.seconds:.1f} s, overhead {100 * snapshot.overhead:.1f} %")
+    parts.append(f"{snapshot.hvps} products, {snapshot.seconds:.1f} s")
+    if math.isfinite(snapshot.overhead):
+        parts.append(f"overhead {100 * snapshot.overhead:.1f} %")
     return ", ".join(parts)

@@ -24,6 +24,8 @@ class Snapshot:
     """time spent measuring so far, as a share of the training time"""
     skipped: int = 0
     """measurements left out so far to stay within the budget"""
+    alerts: int = 0
+    """so far in this run, those of this snapshot included"""
 
     @property
     def loss(self) -> float:
@@ -44,6 +46,7 @@ class Snapshot:
             "seconds": self.seconds,
             "overhead": self.overhead,
             "skipped": self.skipped,
+            "alerts": self.alerts,
         }
 
     @classmethod
@@ -57,6 +60,7 @@ class Snapshot:
             seconds=state["seconds"],
             overhead=state["overhead"],
             skipped=state["skipped"],
+            alerts=state["alerts"],
         )
 
 

@@ -31,6 +31,7 @@ def scalars(snapshot: Snapshot, *, metrics: Sequence[Metric] = METRICS, pairs: P
     values["curvmon/hvps"] = float(snapshot.hvps)
     values["curvmon/loss"] = snapshot.loss
     values["curvmon/skipped"] = float(snapshot.skipped)
+    values["curvmon/alerts"] = float(snapshot.alerts)
     return {key: value for key, value in values.items() if math.isfinite(value)}
 
 

@@ -36,6 +36,12 @@ class TensorBoard:
     def series(self, tag: str) -> list[tuple[int, float]]:
         return [(event.step, event.value) for event in self._events.Scalars(tag)]
 
+    def texts(self, tag: str) -> list[tuple[int, str]]:
+        name = f"{tag}/text_summary"
+        if name not in self._events.Tags()["tensors"]:
+            return []
+        return [(event.step, event.tensor_proto.string_val[0].decode()) for event in self._events.Tensors(name)]
+
     def pictures(self) -> Pictures:
         tags = self._events.Tags()["images"]
         return {t: {e.step: pixels_of(e.encoded_image_string) for e in self._events.Images(t)} for t in tags}
@@ -74,10 +80,14 @@ class Wandb:
         self._files = path.parent / "files"
         self.rows: list[dict[str, Any]] = []
         self.step_metrics: dict[str, str] = {}
+        self.alerts: list[tuple[str, str, str]] = []
+        """title, text, level"""
         for record in _finished_records(path):
             kind = record.WhichOneof("record_type")
             if kind == "history":
                 self.rows.append(_row(record.history.item))
+            elif kind == "alert":
+                self.alerts.append((record.alert.title, record.alert.text, record.alert.level))
             elif kind == "metric":
                 self.step_metrics[record.metric.glob_name or record.metric.name] = record.metric.step_metric
 

@@ -224,7 +224,7 @@ def test_tensorboard_has_every_number_at_its_step(run: Run) -> None:
 
 def test_tensorboard_has_a_layout_whose_charts_have_lines(run: Run) -> None:
     (layout,) = run.tensorboard.layouts()
-    assert list(layout) == ["curvature between layers", "spectrum of the Hessian", "cost"]
+    assert list(layout) == ["curvature between layers", "spectrum of the Hessian", "alerts", "cost"]
     lines = {chart.split(":")[0]: tags for chart, tags in run.tensorboard.charts().items()}
     assert all(lines.values())
     assert lines["coupling by distance"] == {"coupling/mean_d1", "coupling/mean_d2"}
@@ -454,7 +454,7 @@ def test_two_monitors_in_one_trainer(tmp_path: Path) -> None:
     assert trainer.callback_metrics["a/hessian/lambda_1"] == trainer.callback_metrics["b/hessian/lambda_1"]
     found = TensorBoard(board.log_dir)
     assert set(found.pictures()) == {f"fold1-{prefix}{key}" for prefix in ("a/", "b/") for key in PICTURES}
-    assert len(found.layouts()[-1]) == 6
+    assert len(found.layouts()[-1]) == 8
     assert all(found.charts().values())
     assert {tag[:8] for tags in found.charts().values() for tag in tags} == {"fold1-a/", "fold1-b/"}
 
@@ -599,9 +599,9 @@ def test_a_picture_is_drawn_once_for_all_loggers_and_not_at_all_for_none(monkeyp
     drawn: list[str] = []
     original = figures.heatmap
 
-    def counted(found: Any, metric: Any, title: str) -> Any:
+    def counted(found: Any, metric: Any, *rest: Any) -> Any:
         drawn.append(metric)
-        return original(found, metric, title)
+        return original(found, metric, *rest)
 
     monkeypatch.setattr(figures, "heatmap", counted)
     first, second = PictureRecorder(), PictureRecorder()

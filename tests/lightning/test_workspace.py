@@ -34,9 +34,9 @@ def sections_of(workspace: Any) -> dict[str, list[Any]]:
 def test_sections(prefix: str) -> None:
     workspace = wandb_workspace("me", "my-project", prefix=prefix)
     assert (workspace.entity, workspace.project, workspace.name) == ("me", "my-project", "curvature")
-    names = ["curvature between layers", "spectrum of the Hessian", "pictures", "cost"]
+    names = ["curvature between layers", "spectrum of the Hessian", "alerts", "pictures", "cost"]
     assert list(sections_of(workspace)) == [f"{prefix}{name}" for name in names]
-    assert [section.is_open for section in workspace.sections] == [True, True, True, False]
+    assert [section.is_open for section in workspace.sections] == [True, True, True, True, False]
 
 
 def test_every_plot_has_the_lines_that_are_logged(prefix: str) -> None:
@@ -67,7 +67,7 @@ def test_what_would_be_sent(prefix: str) -> None:
     section = wandb_workspace("me", "my-project", prefix=prefix)._to_model().spec.section
     panels = [panel for bank in section.panel_bank_config.sections for panel in bank.panels]
     plots = [panel.config for panel in panels if panel.view_type == "Run History Line Plot"]
-    assert len(plots) == 11 and all(plot.x_axis == "trainer/global_step" for plot in plots)
+    assert len(plots) == 12 and all(plot.x_axis == "trainer/global_step" for plot in plots)
     assert all(plot.use_metric_regex for plot in plots)
     logarithmic = [plot.chart_title for plot in plots if plot.y_log_scale]
     assert logarithmic == ["resonance by distance", "GN-Gap by distance"]

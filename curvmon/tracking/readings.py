@@ -1,0 +1,182 @@
+"""What a change means, in plain language: where it is, what came with it, and what to look at."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from curvmon.tracking.circumstances import BUFFERS, RATE, WEIGHTS, node_of
+from curvmon.tracking.history import Snapshot
+from curvmon.tracking.series import Family, Move, straddling
+from curvmon.types import Alert, Pair
+
+EVERYWHERE = "all pairs"
+MOST_NAMED, MOST_CAUSES = 6, 3
+MOVED = 3.0
+"""standard deviations from which on a series has a part in an event"""
+THROUGHOUT = 0.75
+"""share of the layers or pairs that have a part in an event which is nowhere in particular"""
+STANDING_OUT = 1.5
+"""times the median of all layers: a layer that an event is at"""
+
+_NAMES: Mapping[str, str] = {
+    "resonance": "resonance",
+    "coupling": "coupling",
+    "stable_rank": "stable rank",
+    "gn_gap": "GN-Gap",
+    "hessian": "top eigenvalue",
+    "loss": "loss of the probe batch",
+}
+_MEANING: Mapping[tuple[str, bool], str] = {
+    ("resonance", True): "these layers bend the loss more strongly, steps overshoot sooner",
+    ("resonance", False): "curvature between these layers faded, gradients may have stopped passing",
+    ("coupling", True): "these layers now move the loss together",
+    ("coupling", False): "a path between these layers no longer carries curvature",
+    ("stable_rank", True): "curvature spread to more directions",
+    ("stable_rank", False): "curvature collapsed to fewer directions",
+    ("gn_gap", True): "Gauss-Newton misses more of the curvature, activations bend where they did not",
+    ("gn_gap", False): "Gauss-Newton sees more of the curvature than before",
+    ("hessian", True): "the loss became sharper along its sharpest direction",
+    ("hessian", False): "the loss became flatter along its sharpest direction",
+    ("loss", True): "the network forgets what it had learned",
+    ("loss", False): "the network learned something at once",
+}
+
+
+class Place(NamedTuple):
+    node: str | None
+    """where in particular, if anywhere"""
+    pairs: list[Pair]
+    """most affected first"""
+
+
+def change(
+    moves: Sequence[Move],
+    strengths: Mapping[Family, float],
+    causes: Sequence[str],
+    before: Snapshot | None,
+    now: Snapshot,
+) -> Alert:
+    """One alert for all that moved: the clearest family gives it its metric."""
+    family = max(strengths, key=lambda name: strengths[name])
+    place = _place(moves, causes, now)
+    metric, where, values = _spoken_of(family, moves, place, before, now)
+    score = max(move.surprise.score for move in moves if move.family == family)
+    return Alert(
+        kind="jump",
+        metric=metric,
+        where=where,
+        before=values[0],
+        after=values[1],
+        score=score,
+        step=now.step,
+        epoch=now.epoch,
+        message=_message(metric, where, values, place, causes, moves, now.step),
+        others=tuple(str(pair) for pair in place.pairs[:MOST_NAMED] if str(pair) != where),
+    )
+
+
+def _place(moves: Sequence[Move], causes: Sequence[str], now: Snapshot) -> Place:
+    """The layer whose resonance stands out most from the others', and the pairs that lie across it."""
+    if now.measurement is None or len(now.measurement.nodes) < 2:
+        return Place(None, [])
+    nodes = now.measurement.nodes
+    profile = {move.where: move.surprise for move in moves if move.family == "profile"}
+    blamed = {node_of(cause, nodes) for cause in causes if cause.startswith(WEIGHTS)}
+    node = blamed.pop() if len(blamed) == 1 else None
+    if node is None:
+        node = max(profile, key=lambda name: abs(profile[name].size), default=nodes[0])
+        sizes = [abs(surprise.size) for surprise in profile.values()]
+        usual = statistics.median(sizes) if sizes else math.inf
+        if not sizes or profile[node].score < MOVED or abs(profile[node].size) < STANDING_OUT * usual:
+            affected = sorted(
+                (move for move in moves if move.family == "coupling"), key=lambda move: -move.surprise.score
+            )
+            return Place(None, [Pair(*move.where.split("--", 1)) for move in affected])
+    return Place(node, straddling(nodes, node) or [Pair(node, other) for other in nodes[1:]])
+
+
+def _spoken_of(
+    family: Family, moves: Sequence[Move], place: Place, before: Snapshot | None, now: Snapshot
+) -> tuple[str, str, tuple[float, float]]:
+    if family == "loss":
+        return "loss", "loss" if place.node is None else str(place.pairs[0]), (_loss(before), now.loss)
+    if family == "lambda_1":
+        values = [math.nan if s is None or s.spectrum is None else s.spectrum.sharpness for s in (before, now)]
+        return "hessian", "lambda_1" if place.node is None else str(place.pairs[0]), (values[0], values[1])
+    metric = family if family in ("coupling", "stable_rank", "gn_gap") else "resonance"
+    members = {move.where: move.surprise.score for move in moves if move.family == family}
+    moved = sum(score > MOVED for score in members.values())
+    if (metric == "resonance" and (family == "level" or place.node is None)) or (
+        place.node is None and moved > THROUGHOUT * len(members)
+    ):
+        return metric, EVERYWHERE, (_mean(before, metric), _mean(now, metric))
+    across = list(members) if place.node is None else [str(pair) for pair in place.pairs]
+    where = max(across, key=lambda pair: members.get(pair, 0.0))
+    return metric, where, (_value(before, metric, where), _value(now, metric, where))
+
+
+def _message(
+    metric: str,
+    where: str,
+    values: tuple[float, float],
+    place: Place,
+    causes: Sequence[str],
+    moves: Sequence[Move],
+    step: int,
+) -> str:
+    """`coupling stem--layer4 fell from 0.82 to 0.31: …; check …`"""
+    up = values[1] > values[0]
+    at = f" {where}" if metric not in ("loss", "hessian") else ""
+    moved = f"{'rose' if up else 'fell'} from {values[0]:.3g} to {values[1]:.3g}"
+    parts = [f"{_NAMES[metric]}{at} {moved}: {_MEANING[metric, up]}"]
+    if place.node is not None:
+        across = ", ".join(str(pair) for pair in place.pairs[:3])
+        parts.append(f"the layers part at {place.node} (most affected: {across})")
+    else:
+        parts.append("throughout the network")
+    loss = next((move.surprise for move in moves if move.family == "loss"), None)
+    if metric != "loss" and loss is not None and loss.score > MOVED:
+        parts.append(f"the loss {'rose' if loss.size > 0 else 'fell'} {math.exp(abs(loss.size)):.3g}-fold with it")
+    if causes:
+        more = f" and {len(causes) - MOST_CAUSES} more" if len(causes) > MOST_CAUSES else ""
+        parts.append(f"at the same time: {', '.join(causes[:MOST_CAUSES])}{more}")
+    parts.append(f"check {_suspects(place, causes)} before step {step}")
+    return "; ".join(parts)
+
+
+def _suspects(place: Place, causes: Sequence[str]) -> str:
+    if any(cause.startswith(RATE) for cause in causes):
+        return "the learning rate"
+    if any(cause.startswith(BUFFERS) for cause in causes):
+        return "running statistics (batch norm)"
+    return "the data and the learning rate" if place.node is None else f"what changed in {place.node}"
+
+
+def _loss(snapshot: Snapshot | None) -> float:
+    return math.nan if snapshot is None else snapshot.loss
+
+
+def _value(snapshot: Snapshot | None, metric: str, where: str) -> float:
+    if snapshot is None or snapshot.measurement is None:
+        return math.nan
+    found = snapshot.measurement
+    try:
+        i, j = (found.nodes.index(name) for name in where.split("--", 1))
+    except ValueError:  # other nodes then
+        return math.nan
+    value: float = getattr(found, metric)[i, j].item()
+    return value
+
+
+def _mean(snapshot: Snapshot | None, metric: str) -> float:
+    """Over all pairs; of resonances, geometric."""
+    if snapshot is None or snapshot.measurement is None:
+        return math.nan
+    values = getattr(snapshot.measurement, metric)
+    values = values[values.isfinite()]
+    if metric != "resonance":
+        return float(values.mean())
+    return float(values[values > 0].log().mean().exp())
