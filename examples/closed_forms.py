@@ -1,6 +1,6 @@
 """Where the eigenvalues of a Hessian come from: closed forms beside measured ones, along three training runs.
 
-    python examples/closed_forms.py [--quick] [--out closed_forms.png]
+    python examples/closed_forms.py [--quick] [--out runs/closed_forms]
 
 A linear network f(x) = <w, v> x of width m has 2m eigenvalues, but only four different ones: the bulk ±δ, m - 1 times
 each, δ = mean x (f - y), and two outliers Λ± that add up to the trace. The sign of Λ- says how far learning has come:
@@ -17,6 +17,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -113,13 +114,11 @@ def runs(quick: bool = False, seed: int = 0) -> list[Run]:
     ]
 
 
-def plot(seen: Sequence[Run], path: str) -> None:
-    import matplotlib
+def plot(seen: Sequence[Run], path: Path) -> None:
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(seen), figsize=(5 * len(seen), 4.3), layout="constrained")
+    figure = Figure(figsize=(5 * len(seen), 4.3), layout="constrained")
+    axes = figure.subplots(1, len(seen))
     for axis, run in zip(axes, seen):
         for phase, colour in PHASES.items():
             inside = [step for step, name in zip(run.steps, run.phases) if name == phase]
@@ -134,14 +133,14 @@ def plot(seen: Sequence[Run], path: str) -> None:
         axis.set(title=f"{run.title}\n", xlabel="step of gradient descent", ylabel="eigenvalue")
     labels = "outliers, closed form", "bulk, closed form", "curvmon.spectrum"
     figure.legend([outliers[0], bulk[0], markers[0]], labels, loc="outside lower center", ncols=3, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Closed-form Hessian spectra beside measured ones")
     parser.add_argument("--quick", action="store_true", help="a quarter of the points")
-    parser.add_argument("--out", default="closed_forms.png", metavar="PATH.png")
+    parser.add_argument("--out", type=Path, default=Path("runs/closed_forms"), help="folder for the figure")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     seen = runs(options.quick)
@@ -151,8 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"  loss {run.measured[0].loss:.3g} -> {run.measured[-1].loss:.3g}", end="; ")
         print(f"all {len(run.forms[0].eigenvalues)} eigenvalues, {len(run.steps)} times", end="; ")
         print(f"largest disagreement {run.disagreement:.1e} of the largest eigenvalue")
-    plot(seen, options.out)
-    print(f"Figure: {options.out}")
+    figure = options.out / "closed_forms.png"
+    plot(seen, figure)
+    print(f"Figure: {figure}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Progressive sharpening and the edge of stability, in a single attention layer and in an MLP.
 
-    python examples/edge_of_stability.py [--quick] [--out edge_of_stability.png]
+    python examples/edge_of_stability.py [--quick] [--out runs/edge_of_stability]
 
 Gradient descent with learning rate lr bears curvature up to 2 / lr. Training with full batches raises the largest
 eigenvalue of the Hessian up to this limit and no further: there it hovers, while the loss goes on falling, though no
@@ -17,6 +17,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -103,13 +104,11 @@ def mlp(quick: bool = False, seed: int = 0) -> Series:
     return train(f"tanh MLP, {size:,} parameters, lr {lr}", model, (x - x.mean(0), y), lr, steps, every)
 
 
-def plot(found: Sequence[Series], path: str) -> None:
-    import matplotlib
+def plot(found: Sequence[Series], path: Path) -> None:
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, len(found), figsize=(5.5 * len(found), 6), sharex="col", layout="constrained")
+    figure = Figure(figsize=(5.5 * len(found), 6), layout="constrained")
+    axes = figure.subplots(2, len(found), sharex="col")
     for (top, bottom), series in zip(axes.T, found):
         top.plot(series.steps, series.sharpness, color="#0072B2", label="λ₁, curvmon.spectrum")
         top.axhline(series.limit, color="#D55E00", ls="--", label=f"2 / lr = {series.limit:.3g}")
@@ -117,22 +116,23 @@ def plot(found: Sequence[Series], path: str) -> None:
         top.legend(loc="lower right")
         bottom.semilogy(series.steps, series.losses, color="#000000")
         bottom.set(xlabel="step of gradient descent", ylabel="loss")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Progressive sharpening and the edge of stability")
     parser.add_argument("--quick", action="store_true", help="a smaller MLP, trained for less long")
-    parser.add_argument("--out", default="edge_of_stability.png", metavar="PATH.png")
+    parser.add_argument("--out", type=Path, default=Path("runs/edge_of_stability"), help="folder for the figure")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = [attention(), mlp(options.quick)]
     for series in found:
         print(f"{series.title}: loss {series.losses[0]:.3g} -> {series.losses[-1]:.3g}; sharpness relative to 2 / lr:")
         print(f"  start {series.relative[0]:.2f}, maximum {max(series.relative):.2f}, last third {series.hovering:.3f}")
-    plot(found, options.out)
-    print(f"Figure: {options.out}")
+    figure = options.out / "edge_of_stability.png"
+    plot(found, figure)
+    print(f"Figure: {figure}")
 
 
 if __name__ == "__main__":

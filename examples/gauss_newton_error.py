@@ -1,6 +1,6 @@
 """Does Gauss-Newton miss more of the sharpness of a Transformer than of an MLP?
 
-    python examples/gauss_newton_error.py [--quick] [--out gauss_newton_error.png]
+    python examples/gauss_newton_error.py [--quick] [--out runs/gauss_newton_error]
 
 The relative error |λ_1 - λ_GGN| / λ_1 of the top eigenvalue of the Gauss-Newton part, while two models learn to predict
 the next character of Python's own documentation: a small GPT2 (pre-norm, GELU, tied embeddings, AdamW with warm-up),
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
@@ -142,13 +143,11 @@ def share_larger(runs: Runs, by: str) -> float:
     return (errors["Transformer"].mean(0) > errors["MLP only"].mean(0)).double().mean().item()
 
 
-def plot(runs: Runs, path: str) -> None:
-    import matplotlib
+def plot(runs: Runs, path: Path) -> None:
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, by, label in zip(axes, ("loss", "residual"), ("loss", "mean norm of the residual")):
         at, errors = at_equal(runs, by, 60)
         for name, colour in COLOURS.items():
@@ -160,14 +159,14 @@ def plot(runs: Runs, path: str) -> None:
         axis.invert_xaxis()
     axes[0].set(ylabel="relative error of the top GGN eigenvalue")
     axes[0].legend(loc="lower left")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The error of Gauss-Newton in a Transformer and in an MLP")
     parser.add_argument("--quick", action="store_true", help="tiny models, only to see that it runs")
-    parser.add_argument("--out", default="gauss_newton_error.png", metavar="PATH.png")
+    parser.add_argument("--out", type=Path, default=Path("runs/gauss_newton_error"), help="folder for the figure")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     runs = train_all(options.quick)
@@ -179,8 +178,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{at[i]:6.3f}  " + "".join(f"{cell:>26}" for cell in cells))
     for by in ("loss", "residual", "step"):
         print(f"At equal {by}: the Transformer's error is larger at {share_larger(runs, by):.0%} of the values")
-    plot(runs, options.out)
-    print(f"Figure: {options.out}")
+    figure = options.out / "gauss_newton_error.png"
+    plot(runs, figure)
+    print(f"Figure: {figure}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Train a small residual network on handwritten digits; print the curvature between its layers before and after.
 
-    python examples/quickstart.py
+    python examples/quickstart.py [--epochs 10]
 
-Needs scikit-learn for its digits; nothing is downloaded. About ten seconds on a laptop CPU.
+Needs scikit-learn for its digits; nothing is downloaded and nothing is written. About ten seconds on a laptop CPU.
 """
 
 from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +37,11 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> tuple[curvmon.Measurement, curvmon.Measurement]:
+    """The measurements before and after training."""
+    parser = argparse.ArgumentParser(description="Curvature between layers, before and after training")
+    parser.add_argument("--epochs", type=int, default=10)
+    epochs = parser.parse_args(argv).epochs
     torch.manual_seed(0)
     torch.set_num_threads(1)  # tensors this small are not worth a second thread
     digits = load_digits()
@@ -48,7 +55,6 @@ def main() -> None:
     print(before)
 
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    epochs = 10
     for _ in range(epochs):
         for chosen in torch.randperm(1500).split(50):
             optimizer.zero_grad()
@@ -71,6 +77,7 @@ def main() -> None:
         "\nTraining has aligned the layers: coupling near 1 at every distance, curvature in a single direction\n"
         "(stable rank 1), most of it seen by Gauss-Newton. The gap of node 4 is 0: only a linear layer follows it."
     )
+    return before, after
 
 
 if __name__ == "__main__":

@@ -93,20 +93,20 @@ def test_gauss_newton_errors_at_equal_losses(tmp_path: Path) -> None:
             assert errors.shape == (1, len(at)) and torch.isfinite(errors).all()
         assert 0 <= gauss_newton_error.share_larger(runs, by) <= 1
     pytest.importorskip("matplotlib")
-    gauss_newton_error.plot(runs, str(tmp_path / "figure.png"))
+    gauss_newton_error.plot(runs, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_an_example_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    closed_forms.main(["--quick", "--out", str(tmp_path / "figure.png")])
+    closed_forms.main(["--quick", "--out", str(tmp_path / "new")])
     assert capsys.readouterr().out.count("largest disagreement") == 3
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert (tmp_path / "new" / "closed_forms.png").stat().st_size > 10_000
 
 
 def test_the_edge_of_stability_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     series = edge_of_stability.Series("title", [0, 1, 2, 3], [0.5, 1.0, 1.1, 0.9], [1.0, 0.5, 0.4, 0.3], 1.0)
     assert series.hovering == pytest.approx(0.9)
-    edge_of_stability.plot([series, series], str(tmp_path / "figure.png"))
+    edge_of_stability.plot([series, series], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

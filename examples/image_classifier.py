@@ -1,0 +1,158 @@
+"""Watch the curvature between the stages of a ResNet while it learns to tell images apart.
+
+    python examples/image_classifier.py
+    python examples/image_classifier.py --data cifar-10-batches-py --width 64 --epochs 30
+
+Without arguments it learns scikit-learn's handwritten digits, and nothing is downloaded. `--data` takes CIFAR-10: the
+folder of its Python pickles, or an .npz with uint8 arrays x_train, y_train, x_test, y_test (images as N x 3 x 32 x 32).
+All that curvmon needs is the line in `main` that makes a CurvatureMonitor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from curvmon import CurvatureMonitor
+
+ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU}
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            activation(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        same = inputs == outputs and stride == 1
+        self.skip = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.activation = activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.branch(x) + self.skip(x))
+
+
+class ResNet(nn.Module):
+    """Three stages of two blocks, each stage twice as wide and half as large as the one before."""
+
+    def __init__(self, channels: int, classes: int, width: int, activation: type[nn.Module]) -> None:
+        super().__init__()
+        stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.stem = nn.Sequential(stem, nn.BatchNorm2d(width), activation())
+        self.layer1 = nn.Sequential(Block(width, width, 1, activation), Block(width, width, 1, activation))
+        self.layer2 = nn.Sequential(Block(width, 2 * width, 2, activation), Block(2 * width, 2 * width, 1, activation))
+        self.layer3 = nn.Sequential(
+            Block(2 * width, 4 * width, 2, activation), Block(4 * width, 4 * width, 1, activation)
+        )
+        self.head = nn.Linear(4 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer3(self.layer2(self.layer1(self.stem(x))))
+        return self.head(x.mean((2, 3)))
+
+
+class Classifier(pl.LightningModule):
+    """Nothing in here knows of curvmon."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        super().__init__()
+        self.model, self.lr = model, lr
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self.model(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        logits = self.model(images)
+        self.log("val_loss", F.cross_entropy(logits, labels), prog_bar=True)
+        self.log("val_accuracy", (logits.argmax(1) == labels).float().mean(), prog_bar=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=5e-4)
+
+
+def digits() -> list[Tensor]:
+    """x_train, y_train, x_test, y_test of 1797 grey images of 8 x 8 pixels."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x, y = torch.tensor(found.images).unsqueeze(1), torch.tensor(found.target)
+    return [x[:1500], y[:1500], x[1500:], y[1500:]]
+
+
+def cifar10(path: Path) -> list[Tensor]:
+    """The same four of CIFAR-10, from an .npz or from the folder of pickles that its authors distribute."""
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            return [torch.tensor(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test")]
+
+    def read(*names: str) -> list[Tensor]:
+        parts = [pickle.loads((path / name).read_bytes(), encoding="bytes") for name in names]
+        images = np.concatenate([part[b"data"] for part in parts]).reshape(-1, 3, 32, 32)
+        return [torch.tensor(images), torch.tensor([label for part in parts for label in part[b"labels"]])]
+
+    return read(*(f"data_batch_{i}" for i in range(1, 6))) + read("test_batch")
+
+
+def prepared(arrays: Sequence[Tensor]) -> tuple[TensorDataset, TensorDataset]:
+    """For training and for validation; every channel with mean 0 and variance 1."""
+    x_train, y_train, x_test, y_test = arrays
+    std, mean = torch.std_mean(x_train.float(), (0, 2, 3), keepdim=True)
+    return (
+        TensorDataset((x_train.float() - mean) / std, y_train.long()),
+        TensorDataset((x_test.float() - mean) / std, y_test.long()),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> CurvatureMonitor:
+    parser = argparse.ArgumentParser(description="A ResNet with a CurvatureMonitor")
+    parser.add_argument("--data", type=Path, help="CIFAR-10: a folder of its pickles, or an .npz (default: digits)")
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="relu", help="silu and gelu have a GN-Gap")
+    parser.add_argument("--width", type=int, default=16, help="channels of the first stage")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--out", type=Path, default=Path("runs/image_classifier"), help="folder for the logs")
+    options = parser.parse_args(argv)
+
+    pl.seed_everything(0, verbose=False)
+    train, val = prepared(digits() if options.data is None else cifar10(options.data))
+    model = ResNet(train.tensors[0].shape[1], 10, options.width, ACTIVATIONS[options.activation])
+
+    # Here it is. `CurvatureMonitor()` would do, and look at every block; four stages make fewer and clearer charts.
+    monitor = CurvatureMonitor(nodes=["model.stem", "model.layer*"])
+    tensorboard, table = TensorBoardLogger(options.out, name="tensorboard"), CSVLogger(options.out, name="csv")
+    trainer = pl.Trainer(
+        max_epochs=options.epochs, callbacks=[monitor], logger=[tensorboard, table], log_every_n_steps=10
+    )
+    trainer.fit(
+        Classifier(model, options.lr),
+        DataLoader(train, batch_size=64, shuffle=True),
+        DataLoader(val, batch_size=256),
+    )
+
+    accuracy = trainer.callback_metrics["val_accuracy"]
+    print(f"\nAccuracy {accuracy:.3f}. The curvature at the end:\n{monitor.history[-1]}")
+    print(f"\nCharts and heatmaps: tensorboard --logdir {tensorboard.root_dir}")
+    print(f"Every number as a table: {table.log_dir}/metrics.csv")
+    return monitor
+
+
+if __name__ == "__main__":
+    main()
