@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from curvmon.errors import CurvmonError
+from curvmon.tracking.circumstances import Circumstances, circumstances
 from curvmon.tracking.history import Snapshot
 from curvmon.tracking.recipe import Recipe
 
@@ -70,6 +72,14 @@ def digits(seed: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(data.images, dtype=torch.float32)[order].unsqueeze(1) / 16, torch.tensor(data.target)[order]
 
 
+class Observed(NamedTuple):
+    """What a monitor sees at one moment."""
+
+    snapshot: Snapshot | str
+    """or why there is none"""
+    circumstances: Circumstances
+
+
 class Run:
     """A training run that can be disturbed."""
 
@@ -91,6 +101,8 @@ class Run:
         self.recipe = Recipe(nodes=NODES, eigenvalues=1, seed=seed)
         self._start: Tensor | None = None
         self.epoch = self.step = 0
+        self.training_loss = math.nan
+        """mean over the last epoch"""
 
     def copied(self) -> Run:
         generator = self.generator.get_state()
@@ -107,6 +119,7 @@ class Run:
         self.model.train()
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.epoch / VALIDATIONS)))
         middle = self.step + len(self.x) // BATCH // 2
+        losses = []
         for chosen in torch.randperm(len(self.x), generator=self.generator).split(BATCH):
             if len(chosen) < BATCH:
                 break
@@ -117,26 +130,25 @@ class Run:
             down, right = torch.randint(-1, 2, (2,), generator=self.generator).tolist()
             images = self.x[chosen].roll((down, right), (2, 3))
             self.optimizer.zero_grad()
-            F.cross_entropy(self.model(images), self.y[chosen]).backward()
+            loss = F.cross_entropy(self.model(images), self.y[chosen])
+            loss.backward()
             self.optimizer.step()
+            losses.append(loss.item())
             self.step += 1
         self.epoch += 1
+        self.training_loss = statistics.mean(losses)
 
-    def measure(self) -> Snapshot | str:
-        """A snapshot, or why there is none."""
+    def measure(self) -> Observed:
         try:
             found = self.recipe.measure(self.model, [self.probe], _loss)
             spectrum, self._start = self.recipe.spectrum(
                 self.model, [self.probe], _loss, start=self._start, optimizer=self.optimizer
             )
         except CurvmonError as error:
-            return str(error)
-        return Snapshot(
-            step=self.step,
-            epoch=self.epoch,
-            measurement=found,
-            spectrum=spectrum,
-        )
+            return Observed(str(error), Circumstances())
+        values = circumstances(self.model, [self.optimizer], self.training_loss)
+        snapshot = Snapshot(step=self.step, epoch=self.epoch, measurement=found, spectrum=spectrum)
+        return Observed(snapshot, Circumstances(values, found.operations))
 
 
 def _loss(model: Any, batch: Any) -> Tensor:
@@ -210,10 +222,10 @@ class Disturbed(NamedTuple):
     event: str
     at: int
     """index of the first measurement after it"""
-    measured: list[Snapshot | str]
+    measured: list[Observed]
 
 
-def record(seed: int, validations: int = VALIDATIONS) -> tuple[list[Snapshot | str], list[Disturbed]]:
+def record(seed: int, validations: int = VALIDATIONS) -> tuple[list[Observed], list[Disturbed]]:
     """The quiet run of a seed, and one disturbed run for each event, at moments between a third and three quarters."""
     drawn = torch.Generator().manual_seed(seed)
     low, high = validations // 3, validations * 3 // 4
@@ -229,7 +241,7 @@ def record(seed: int, validations: int = VALIDATIONS) -> tuple[list[Snapshot | s
     return quiet, disturbed
 
 
-def _branch(run: Run, event: Event) -> list[Snapshot | str]:
+def _branch(run: Run, event: Event) -> list[Observed]:
     found = []
     for i in range(AFTER):
         if i == 0 and event.when == "start":

@@ -11,16 +11,18 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from benchmarks.alert_runs import EVENTS, record
+from benchmarks.alert_runs import EVENTS, Observed, record
 from benchmarks.alert_series import KINDS, Series, collection
 from curvmon import ChangeDetector
 from curvmon.tracking.alarms import Alarms
+from curvmon.tracking.circumstances import Circumstances
 from curvmon.tracking.history import Snapshot
 from curvmon.tracking.series import watched
 
@@ -113,43 +115,50 @@ def recorded(seed: int, cache: Path) -> tuple[list[Any], list[tuple[str, int, li
         cache.mkdir(parents=True, exist_ok=True)
         torch.save((_plain(quiet), [(d.event, d.at, _plain(d.measured)) for d in disturbed]), path)
     found, events = torch.load(path, weights_only=True)
-    return _snapshots(found), [(event, at, _snapshots(measured)) for event, at, measured in events]
+    return _observed(found), [(event, at, _observed(measured)) for event, at, measured in events]
 
 
-def _plain(measured: Sequence[Snapshot | str]) -> list[Any]:
-    return [m if isinstance(m, str) else m.to_dict() for m in measured]
+def _plain(measured: Sequence[Observed]) -> list[Any]:
+    return [
+        (m.snapshot if isinstance(m.snapshot, str) else m.snapshot.to_dict(), *map(dict, m.circumstances))
+        for m in measured
+    ]
 
 
-def _snapshots(stored: Sequence[Any]) -> list[Any]:
-    return [m if isinstance(m, str) else Snapshot.from_dict({"alerts": 0, **m}) for m in stored]
+def _observed(stored: Sequence[Any]) -> list[Observed]:
+    return [
+        Observed(s if isinstance(s, str) else Snapshot.from_dict(s), Circumstances(values, operations))
+        for s, values, operations in stored
+    ]
 
 
-def alerts_in(measured: Sequence[Any]) -> list[int]:
-    """Where curvmon tells of something, all rules included."""
+def alerts_in(measured: Sequence[Observed], alone: bool = False) -> list[int]:
+    """Where curvmon tells of something, all rules included; `alone`: from the curvature, without circumstances."""
     alarms, found, before = Alarms(), [], None
-    for i, snapshot in enumerate(measured):
+    for i, (snapshot, circumstances) in enumerate(measured):
         if isinstance(snapshot, str):
             alerts = alarms.diverged(snapshot, i, i)
         else:
-            alerts, before = alarms.update(snapshot, before), snapshot
+            alerts = alarms.update(snapshot, before, None if alone else circumstances)
+            before = snapshot
         found += [i for alert in alerts if alert.level != "info"]
     return found
 
 
-def others_in(make: Callable[[], Detector], measured: Sequence[Any]) -> list[int]:
-    """Where a detector of single series finds something in the mean resonance, the top eigenvalue or the loss.
+def others_in(make: Callable[[], Detector], few: bool, measured: Sequence[Observed]) -> list[int]:
+    """Where a detector of single series finds something in one of all the series that curvmon watches.
 
-    Fewer series than curvmon watches: with all of them, their false alarms would add up. A measurement that is not
-    finite counts as told.
+    `few`: only in the mean resonance, the top eigenvalue or the loss, so that false alarms do not add up. A measurement
+    that is not finite counts as told.
     """
-    detectors = {family: make() for family in ("level", "lambda_1", "loss")}
+    detectors: dict[tuple[str, str], Detector] = defaultdict(make)
     found = []
-    for i, snapshot in enumerate(measured):
+    for i, (snapshot, _) in enumerate(measured):
         if isinstance(snapshot, str):
             found.append(i)
             continue
-        values = {point.family: point.value for point in watched(snapshot) if point.family in detectors}
-        hits = [detectors[family](value, 0.0) for family, value in values.items()]
+        points = [p for p in watched(snapshot) if not few or p.family in ("level", "lambda_1", "loss")]
+        hits = [detectors[p.family, p.where](p.value, 0.0) for p in points]
         found += [i] * any(hits)
     return found
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 Metric = Literal["resonance", "coupling", "stable_rank", "gn_gap"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
+REST = "loss"
+"""in `Measurement.operations`: what is computed behind the last node"""
 
 
 class Pair(NamedTuple):
@@ -60,6 +62,9 @@ class Measurement:
     """products with H or GN that were spent"""
     seconds: float
     notes: tuple[str, ...] = ()
+    operations: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False)
+    """by node, what is computed between the nodes before it and its output, {"blocks.1": {"Relu": 2, "Add": 1}, …};
+    what follows the last node under "loss". Not in `to_dict`, to keep histories small; empty where not counted"""
 
     def by_distance(self, metric: Metric) -> Tensor:
         """Mean of `metric` over the pairs whose nodes are d = 0, 1, …, n-1 apart; only finite entries count."""
@@ -93,6 +98,7 @@ class Measurement:
             hvps=state["hvps"],
             seconds=state["seconds"],
             notes=tuple(state["notes"]),
+            operations={},
         )
 
     def pairs(self) -> list[Pair]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvmon.curvature.lean import is_ours
+from curvmon.curvature.lean import is_ours, users_name
 from curvmon.errors import DoubleBackwardError, LossError
 
 
@@ -117,6 +118,18 @@ def bypassed(loss: Tensor, variables: Sequence[Tensor], gates: Sequence[Tensor])
 def has_convolutions(tensors: Sequence[Tensor]) -> bool:
     """Somewhere in the graph behind some tensors."""
     return any("Convolution" in function.name() for function in _reachable(tensors))
+
+
+def operations(stages: Sequence[Tensor]) -> list[Counter[str]]:
+    """What happens before each of some tensors and not before an earlier one: names of operations, and how often."""
+    seen: set[Any] = set()
+    found = []
+    for tensor in stages:
+        fresh = set(_reachable([tensor])) - seen
+        seen |= fresh
+        names = [name for function in fresh if (name := users_name(function)) is not None]
+        found.append(Counter(re.sub(r"Backward\d*$", "", name.split("::")[-1]) for name in names))
+    return found
 
 
 def _reachable(tensors: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> list[Any]:

@@ -73,6 +73,7 @@ def exact(
         hvps=sum(sizes) * (2 if gauss_newton else 1),
         seconds=time.perf_counter() - start,
         notes=(*session.notes, *checked, *matrices.notes(), *_symmetry_notes(names, blocks)),
+        operations={},
         blocks=blocks,
         gauss_newton=gauss_newton,
     )

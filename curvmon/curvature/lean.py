@@ -104,6 +104,14 @@ def is_ours(function: Any) -> bool:
     return isinstance(function, tuple(kind._backward_cls for kind in kinds))
 
 
+def users_name(function: Any) -> str | None:
+    """What torch would call a node of a graph without these operations; None if it would not be there."""
+    if isinstance(function, _Handle._backward_cls):
+        return None
+    name: str = getattr(function, "stands_for", None) or function.name()
+    return name
+
+
 class _Activation(torch.autograd.Function):
     """y = f(x), elementwise."""
 
@@ -115,7 +123,7 @@ class _Activation(torch.autograd.Function):
             (slope,) = torch.autograd.grad(y, at, torch.ones_like(y), create_graph=True)
             bend = torch.autograd.grad(slope, at, torch.ones_like(y))[0] if slope.requires_grad else None
         ctx.save_for_backward(handle, slope.detach(), torch.zeros_like(x) if bend is None else bend)
-        ctx.mode = mode
+        ctx.mode, ctx.stands_for = mode, y.grad_fn.name()
         value: Tensor = y.detach()
         return value
 
@@ -227,6 +235,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.geometry, ctx.shape = geometry, x.shape
+        ctx.stands_for = "ConvolutionBackward0"
         return torch.convolution(x, weight, bias, *geometry)
 
     @staticmethod

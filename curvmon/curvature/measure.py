@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from curvmon.curvature.arguments import check_budget
+from curvmon.curvature.autograd import operations
 from curvmon.curvature.estimators import PairEstimator
 from curvmon.curvature.gauss_newton import examine, with_factors
 from curvmon.curvature.selfcheck import recheck
 from curvmon.curvature.session import Loss, open_session
 from curvmon.curvature.teams import ALONE, Team
-from curvmon.types import Measurement
+from curvmon.types import REST, Measurement
 
 
 def measure(
@@ -101,6 +102,9 @@ def run_measurement(
     with reopen(dtype=None) as session:
         # another stream than the model's own noise, which is seeded as well
         generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
+        graph = session.operator.graph
+        counted = operations([*graph.tapped, graph.loss])
+        del graph
         known = examine(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
         estimate = PairEstimator(
             with_factors(session.operator, known, team),
@@ -125,4 +129,5 @@ def run_measurement(
         hvps=estimate.hvps,
         seconds=time.perf_counter() - start,
         notes=(*notes, *matrices.notes(), *estimate.notes),
+        operations={name: dict(count) for name, count in zip((*names, REST), counted)},
     )

@@ -20,6 +20,7 @@ from curvmon.lightning.delivery import act, deliver
 from curvmon.lightning.probe import Probe
 from curvmon.lightning.progress import progress
 from curvmon.lightning.ranks import Ranks
+from curvmon.lightning.running_loss import RunningLoss
 from curvmon.lightning.settings import check_settings
 from curvmon.lightning.sinks import Draw, Sinks, publish
 from curvmon.lightning.steps import step_loss
@@ -27,7 +28,7 @@ from curvmon.lightning.summary import say, summary
 from curvmon.lightning.support import check_nodes, has_no_shape_yet, refusal, validates, validates_unevenly
 from curvmon.lightning.taking import Outcome, take
 from curvmon.tracking.alarms import Alarms
-from curvmon.tracking.circumstances import circumstances
+from curvmon.tracking.circumstances import Circumstances, circumstances
 from curvmon.tracking.history import History, Snapshot
 from curvmon.tracking.keys import scalars
 from curvmon.tracking.recipe import Recipe, untold
@@ -137,6 +138,7 @@ class CurvatureMonitor(CallbackBase):
         self._alarms = Alarms(alerts if isinstance(alerts, AlertRules) else None) if alerts else None
         self._on_alert = on_alert
         self._told: list[Alert] = []
+        self._losses = RunningLoss()
         self._probe = Probe(probe_size, probe_batches, data)
         self._start: Tensor | None = None
         self._ranks: Ranks | None = None
@@ -245,6 +247,8 @@ class CurvatureMonitor(CallbackBase):
     # ---- hooks: moments to measure ----
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._active:
+            self._losses.see(outputs)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=_step(trainer))
@@ -299,7 +303,7 @@ class CurvatureMonitor(CallbackBase):
         self._compare_nodes(snapshot)
         fresh: list[Alert] = []
         if self._alarms is not None:
-            fresh = self._alarms.update(snapshot, self._history.last, circumstances(pl_module, trainer.optimizers))
+            fresh = self._alarms.update(snapshot, self._history.last, self._circumstances(trainer, pl_module, snapshot))
         self._told += fresh
         snapshot = replace(snapshot, alerts=len(self.alerts))
         self._history.append(snapshot)
@@ -355,6 +359,13 @@ class CurvatureMonitor(CallbackBase):
             return start
         told = self._ranks.agreed(_storable(start), source=searcher)
         return start if self._ranks.rank == searcher else told
+
+    def _circumstances(self, trainer: Any, pl_module: Any, snapshot: Snapshot) -> Circumstances:
+        """The first process's: training losses and running statistics differ from one to the next."""
+        assert self._ranks is not None
+        values = circumstances(pl_module, trainer.optimizers, self._losses.take())
+        found = snapshot.measurement
+        return Circumstances(self._ranks.agreed(values), {} if found is None else found.operations)
 
     def _noted(self, found: Measurement | None) -> Measurement | None:
         if found is None or not self._probe.notes:

@@ -128,6 +128,7 @@ class MeanCurvature(Metric):
             hvps=int(self.hvps.item()),
             seconds=self.seconds.item(),
             notes=(f"mean over {count} batches",) if count > 1 else (),
+            operations={},
         )
 
 
@@ -152,4 +153,4 @@ def combined(measurements: Sequence[Measurement]) -> Measurement:
         metric.update(measurement)
     found = metric.measurement()
     notes = dict.fromkeys(note for m in measurements for note in m.notes)
-    return replace(found, notes=(*found.notes, *notes))
+    return replace(found, notes=(*found.notes, *notes), operations=measurements[0].operations)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from curvmon.tracking.circumstances import BUFFERS, RATE, WEIGHTS, node_of
+from curvmon.tracking.circumstances import BUFFERS, OPERATIONS, RATE, WEIGHTS, Cause
 from curvmon.tracking.history import Snapshot
 from curvmon.tracking.series import Family, Move, straddling
 from curvmon.types import Alert, Pair
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 def change(
     moves: Sequence[Move],
     strengths: Mapping[Family, float],
-    causes: Sequence[str],
+    causes: Sequence[Cause],
     before: Snapshot | None,
     now: Snapshot,
 ) -> Alert:
@@ -78,13 +78,14 @@ def change(
     )
 
 
-def _place(moves: Sequence[Move], causes: Sequence[str], now: Snapshot) -> Place:
+def _place(moves: Sequence[Move], causes: Sequence[Cause], now: Snapshot) -> Place:
     """The layer whose resonance stands out most from the others', and the pairs that lie across it."""
     if now.measurement is None or len(now.measurement.nodes) < 2:
         return Place(None, [])
     nodes = now.measurement.nodes
     profile = {move.where: move.surprise for move in moves if move.family == "profile"}
-    blamed = {node_of(cause, nodes) for cause in causes if cause.startswith(WEIGHTS)}
+    rebuilt = {cause.node(nodes) for cause in causes if cause.source.startswith(OPERATIONS)}
+    blamed = rebuilt or {cause.node(nodes) for cause in causes if cause.source.startswith(WEIGHTS)}
     node = blamed.pop() if len(blamed) == 1 else None
     if node is None:
         node = max(profile, key=lambda name: abs(profile[name].size), default=nodes[0])
@@ -123,7 +124,7 @@ def _message(
     where: str,
     values: tuple[float, float],
     place: Place,
-    causes: Sequence[str],
+    causes: Sequence[Cause],
     moves: Sequence[Move],
     step: int,
 ) -> str:
@@ -142,15 +143,17 @@ def _message(
         parts.append(f"the loss {'rose' if loss.size > 0 else 'fell'} {math.exp(abs(loss.size)):.3g}-fold with it")
     if causes:
         more = f" and {len(causes) - MOST_CAUSES} more" if len(causes) > MOST_CAUSES else ""
-        parts.append(f"at the same time: {', '.join(causes[:MOST_CAUSES])}{more}")
+        parts.append(f"at the same time: {', '.join(cause.text for cause in causes[:MOST_CAUSES])}{more}")
     parts.append(f"check {_suspects(place, causes)} before step {step}")
     return "; ".join(parts)
 
 
-def _suspects(place: Place, causes: Sequence[str]) -> str:
-    if any(cause.startswith(RATE) for cause in causes):
+def _suspects(place: Place, causes: Sequence[Cause]) -> str:
+    if any(cause.source == RATE for cause in causes):
         return "the learning rate"
-    if any(cause.startswith(BUFFERS) for cause in causes):
+    if any(cause.source.startswith(OPERATIONS) for cause in causes):
+        return "what the network computes, it is not the same as"
+    if any(cause.source.startswith(BUFFERS) for cause in causes):
         return "running statistics (batch norm)"
     return "the data and the learning rate" if place.node is None else f"what changed in {place.node}"
 

@@ -65,6 +65,8 @@ class Vigilance:
     """measurements from which on thresholds are as stated; at the first decision they are twice as high"""
     restlessness: float = 1.15
     """a change has to be so many times as clear as the clearest of late that was none"""
+    suspected: float = 0.5
+    """share of a threshold that is enough if the circumstances changed at the same time (`circumstances.py`)"""
     least_spread: float = 0.02
 
 
@@ -81,7 +83,8 @@ class Watch:
         self._past: list[float] = []
         """how clear changes seemed to be that were none"""
 
-    def update(self, snapshot: Snapshot) -> list[Move] | None:
+    def update(self, snapshot: Snapshot, suspicious: bool = False) -> list[Move] | None:
+        """`suspicious`: there is another sign that something happened just now."""
         points = watched(snapshot)
         moves = self._moves(points)
         if self._waiting is not None and self._confirms(moves):
@@ -94,13 +97,16 @@ class Watch:
         if self._quiet >= self._vigilance.warm_up and strength < 1:
             self._past.append(self._bare(moves))
             del self._past[:-PAST]
-        if strength >= 1:
+        if strength >= 1 or (suspicious and self._is_suspected(moves)):
             return self._changed(moves, points)
         if strength >= self._vigilance.confirmed:
             self._waiting = points
         else:
             self._accept(points)
         return None
+
+    def _is_suspected(self, moves: Sequence[Move]) -> bool:
+        return self._quiet >= self._vigilance.warm_up and self._bare(moves) >= self._vigilance.suspected
 
     def strength(self, moves: Sequence[Move]) -> float:
         """How clearly something changed: above one, it is told. Zero during warm-up."""

@@ -8,6 +8,7 @@ import torch
 
 from curvmon import Measurement
 from curvmon.tracking.alarms import Alarms
+from curvmon.tracking.circumstances import Circumstances
 from curvmon.tracking.history import Snapshot
 
 NODES = ("stem", "a", "b", "c", "d")
@@ -82,7 +83,7 @@ def test_causes_are_named() -> None:
     for i in range(20):
         now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
         rate = {"learning rate": 0.1 if i < 15 else 2.0, "size of a.weight": 1.0 + 0.001 * i}
-        messages += [alert.message for alert in alarms.update(now, before, rate)]
+        messages += [alert.message for alert in alarms.update(now, before, Circumstances(rate))]
         before = now
     (message,) = messages
     assert "learning rate x 20" in message and "check the learning rate" in message and "size of" not in message
