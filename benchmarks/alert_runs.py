@@ -81,9 +81,10 @@ class Observed(NamedTuple):
 
 
 class Run:
-    """A training run that can be disturbed."""
+    """A training run that can be disturbed; `steady`: at a constant learning rate."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, steady: bool = False) -> None:
+        self.steady = steady
         torch.manual_seed(seed)
         x, y = digits(seed)
         self.probe = x[-PROBE:].clone(), y[-PROBE:].clone()
@@ -126,7 +127,7 @@ class Run:
             if halfway is not None and self.step == middle:
                 halfway(self)
             for group, rate in zip(self.optimizer.param_groups, self.rates):
-                group["lr"] = rate * self.factor * max(LEAST_RATE, cosine)
+                group["lr"] = rate * self.factor * (1.0 if self.steady else max(LEAST_RATE, cosine))
             down, right = torch.randint(-1, 2, (2,), generator=self.generator).tolist()
             images = self.x[chosen].roll((down, right), (2, 3))
             self.optimizer.zero_grad()
@@ -239,6 +240,16 @@ def record(seed: int, validations: int = VALIDATIONS) -> tuple[list[Observed], l
         run.train()
         quiet.append(run.measure())
     return quiet, disturbed
+
+
+def record_steady(seed: int, validations: int = VALIDATIONS) -> list[Observed]:
+    """A quiet run at a constant learning rate, where the curvature of small networks swings by itself."""
+    run = Run(seed, steady=True)
+    found = [run.measure()]
+    for _ in range(1, validations):
+        run.train()
+        found.append(run.measure())
+    return found
 
 
 def _branch(run: Run, event: Event) -> list[Observed]:

@@ -23,9 +23,9 @@ Kind = Literal["jump", "drift"]
 class Sensitivity:
     """What counts as a change. `matters` is in units of the scale: 0.4 is a factor of 1.5 where that is logarithmic."""
 
-    threshold: float = 7.0
+    threshold: float = 6.0
     """of a jump, in standard deviations"""
-    confirmed: float = 4.5
+    confirmed: float = 3.8
     """of a jump that two points in a row agree on"""
     matters: float = 0.4
     warm_up: int = 6

@@ -1,12 +1,12 @@
 """What the next point of a short series should be, and how wrong that has been so far.
 
-Four simple predictors (the last value, the level of late, the trend of late, the slope of the last few) make a forecast
-each. How far a new point is off counts in units of
+Five simple predictors (the last value, the level of late, the trend of late, the slope of the last few, a decay) make a
+forecast each. How far a new point is off counts in units of
 
     sqrt(σ_p² + se²)        σ_p: robust spread of the past errors of predictor p; se: of the measurement
 
 for the predictor p that has done best, unless another that has done nearly as well finds the point less surprising. A
-trend is no surprise, because two of them expect it; the fast change of the first points is soon forgotten, because an
+trend is no surprise, because two of them expect it, nor a decay; the fast change of the first points is soon forgotten, because an
 error counts less the older it is.
 """
 
@@ -23,7 +23,7 @@ MEMORY = 16
 """errors of its own that it remembers"""
 FORGETTING = 0.85
 """what a large error of the past still counts after one more point"""
-TAIL = 3.0
+TAIL = 2.0
 """the largest error so far is taken for so many standard deviations at most: tails may be heavy"""
 FEW = 2.0
 """with n errors a spread is taken for 1 + FEW / n times as large as they say"""
@@ -65,8 +65,18 @@ def _slope(values: Sequence[float]) -> float:
     return mean + slope * (n - middle)
 
 
-PREDICTORS: tuple[Predictor, ...] = (_last, _level, _trend, _slope)
-NEEDED = (1, 1, 3, 3)
+def _decay(values: Sequence[float]) -> float:
+    """A curve that levels off: the last step once more, as much smaller as it was than the one before."""
+    if len(values) < 5:
+        return values[-1]
+    late, early = (values[-1] - values[-3]) / 2, (values[-3] - values[-5]) / 2
+    ratio = min(max(late / early, 0.0), 1.0) if early else 0.0
+    # both are means over two steps; from the middle of the later one to the next step it is one step and a half
+    return values[-1] + late * ratio**0.75
+
+
+PREDICTORS: tuple[Predictor, ...] = (_last, _level, _trend, _slope, _decay)
+NEEDED = (1, 1, 3, 3, 5)
 """points before a predictor says anything"""
 
 

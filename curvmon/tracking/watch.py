@@ -50,12 +50,12 @@ MOST = 30.0
 class Vigilance:
     """When a change of many series is told."""
 
-    caution: float = 1.1
+    caution: float = 1.65
     """a factor of all `THRESHOLDS`"""
     per_doubling: float = 0.06
     """by how much the threshold of the most surprised one grows with every doubling of a family's size beyond four,
     relatively"""
-    confirmed: float = 0.65
+    confirmed: float = 0.85
     """share of a threshold that is enough if two measurements in a row are off in the same way"""
     alike: float = 0.8
     """what "the same way" is: the cosine of the two"""
@@ -65,8 +65,10 @@ class Vigilance:
     """measurements from which on thresholds are as stated; at the first decision they are twice as high"""
     restlessness: float = 1.15
     """a change has to be so many times as clear as the clearest of late that was none"""
-    suspected: float = 0.5
+    suspected: float = 0.2
     """share of a threshold that is enough if the circumstances changed at the same time (`circumstances.py`)"""
+    soonest: int = 4
+    """measurements after a change before the next, if the circumstances changed again"""
     least_spread: float = 0.02
 
 
@@ -106,7 +108,9 @@ class Watch:
         return None
 
     def _is_suspected(self, moves: Sequence[Move]) -> bool:
-        return self._quiet >= self._vigilance.warm_up and self._bare(moves) >= self._vigilance.suspected
+        rules = self._vigilance
+        needed = rules.suspected if self._quiet >= rules.warm_up else 1.0
+        return self._quiet >= rules.soonest and self._bare(moves) >= needed
 
     def strength(self, moves: Sequence[Move]) -> float:
         """How clearly something changed: above one, it is told. Zero during warm-up."""
