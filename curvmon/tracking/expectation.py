@@ -6,8 +6,8 @@ forecast each. How far a new point is off counts in units of
     sqrt(σ_p² + se²)        σ_p: robust spread of the past errors of predictor p; se: of the measurement
 
 for the predictor p that has done best, unless another that has done nearly as well finds the point less surprising. A
-trend is no surprise, because two of them expect it, nor a decay; the fast change of the first points is soon forgotten, because an
-error counts less the older it is.
+trend or a decay is no surprise, because some of them expect it; the fast change of the first points is soon forgotten,
+because an error counts less the older it is.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _decay(values: Sequence[float]) -> float:
     late, early = (values[-1] - values[-3]) / 2, (values[-3] - values[-5]) / 2
     ratio = min(max(late / early, 0.0), 1.0) if early else 0.0
     # both are means over two steps; from the middle of the later one to the next step it is one step and a half
-    return values[-1] + late * ratio**0.75
+    step: float = late * ratio**0.75
+    return values[-1] + step
 
 
 PREDICTORS: tuple[Predictor, ...] = (_last, _level, _trend, _slope, _decay)
