@@ -263,8 +263,9 @@ def report(seeds: int, cache: Path) -> str:
             table(kinds),
             "### Real training runs, 30 measurements each",
             "curvmon also looks at the circumstances: learning rate, training loss, sizes of weights, running "
-            "statistics, and what the network computes. The other detectors watch each series by itself: all that curvmon "
-            "watches, or only the mean resonance, the top eigenvalue and the loss, where false alarms do not add up. "
+            "statistics, and what the network computes. The other detectors watch each series by itself: all that "
+            "curvmon watches, or only the mean resonance, the top eigenvalue and the loss, where false alarms do not "
+            "add up. "
             '"Repeated": alarms after the first one in the seven measurements from an event on.',
             table(real),
             table(events),

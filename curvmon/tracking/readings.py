@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from curvmon.tracking.circumstances import BUFFERS, OPERATIONS, RATE, WEIGHTS, Cause
+from curvmon.tracking.circumstances import BUFFERS, LOSS, OPERATIONS, RATE, WEIGHTS, Cause
 from curvmon.tracking.history import Snapshot
 from curvmon.tracking.series import Family, Move, straddling
 from curvmon.types import Alert, Pair
@@ -20,6 +20,9 @@ THROUGHOUT = 0.75
 """share of the layers or pairs that have a part in an event which is nowhere in particular"""
 STANDING_OUT = 1.5
 """times the median of all layers: a layer that an event is at"""
+
+VISIBLE = 1.2
+"""by this factor two numbers differ visibly"""
 
 _NAMES: Mapping[str, str] = {
     "resonance": "resonance",
@@ -52,6 +55,21 @@ class Place(NamedTuple):
     """most affected first"""
 
 
+class Reading(NamedTuple):
+    """What is said to have changed."""
+
+    metric: str
+    where: str
+    before: float
+    after: float
+
+    @property
+    def shows(self) -> bool:
+        """A reader of these two numbers sees that something happened."""
+        small, large = sorted((abs(self.before), abs(self.after)))
+        return large > VISIBLE * small or not math.isfinite(self.before)
+
+
 def change(
     moves: Sequence[Move],
     strengths: Mapping[Family, float],
@@ -59,22 +77,23 @@ def change(
     before: Snapshot | None,
     now: Snapshot,
 ) -> Alert:
-    """One alert for all that moved: the clearest family gives it its metric."""
-    family = max(strengths, key=lambda name: strengths[name])
+    """One alert for all that moved: the clearest family whose values show it gives the metric."""
     place = _place(moves, causes, now)
-    metric, where, values = _spoken_of(family, moves, place, before, now)
-    score = max(move.surprise.score for move in moves if move.family == family)
+    families = sorted(strengths, key=lambda name: -strengths[name])
+    readings = {family: _reading(family, moves, place, before, now) for family in families}
+    family = next((f for f in families if readings[f].shows), families[0])
+    reading = readings[family]
     return Alert(
         kind="jump",
-        metric=metric,
-        where=where,
-        before=values[0],
-        after=values[1],
-        score=score,
+        metric=reading.metric,
+        where=reading.where,
+        before=reading.before,
+        after=reading.after,
+        score=max(move.surprise.score for move in moves if move.family == family),
         step=now.step,
         epoch=now.epoch,
-        message=_message(metric, where, values, place, causes, moves, now.step),
-        others=tuple(str(pair) for pair in place.pairs[:MOST_NAMED] if str(pair) != where),
+        message=_message(reading, place, causes, moves, now.step),
+        others=tuple(str(pair) for pair in place.pairs[:MOST_NAMED] if str(pair) != reading.where),
     )
 
 
@@ -83,15 +102,16 @@ def _place(moves: Sequence[Move], causes: Sequence[Cause], now: Snapshot) -> Pla
     if now.measurement is None or len(now.measurement.nodes) < 2:
         return Place(None, [])
     nodes = now.measurement.nodes
+    everywhere = any(cause.source == RATE and cause.incriminating for cause in causes)
     profile = {move.where: move.surprise for move in moves if move.family == "profile"}
     rebuilt = {cause.node(nodes) for cause in causes if cause.source.startswith(OPERATIONS)}
     blamed = rebuilt or {cause.node(nodes) for cause in causes if cause.source.startswith(WEIGHTS)}
     node = blamed.pop() if len(blamed) == 1 else None
-    if node is None:
+    if node is None or everywhere:
         node = max(profile, key=lambda name: abs(profile[name].size), default=nodes[0])
         sizes = [abs(surprise.size) for surprise in profile.values()]
         usual = statistics.median(sizes) if sizes else math.inf
-        if not sizes or profile[node].score < MOVED or abs(profile[node].size) < STANDING_OUT * usual:
+        if everywhere or not sizes or profile[node].score < MOVED or abs(profile[node].size) < STANDING_OUT * usual:
             affected = sorted(
                 (move for move in moves if move.family == "coupling"), key=lambda move: -move.surprise.score
             )
@@ -99,67 +119,71 @@ def _place(moves: Sequence[Move], causes: Sequence[Cause], now: Snapshot) -> Pla
     return Place(node, straddling(nodes, node) or [Pair(node, other) for other in nodes[1:]])
 
 
-def _spoken_of(
-    family: Family, moves: Sequence[Move], place: Place, before: Snapshot | None, now: Snapshot
-) -> tuple[str, str, tuple[float, float]]:
+def _reading(family: Family, moves: Sequence[Move], place: Place, before: Snapshot | None, now: Snapshot) -> Reading:
+    """The member of a family to speak of: at the place of the event, if there is one, else the most surprised one."""
     if family == "loss":
-        return "loss", "loss" if place.node is None else str(place.pairs[0]), (_loss(before), now.loss)
+        where = "loss" if place.node is None else str(place.pairs[0])
+        return Reading("loss", where, math.nan if before is None else before.loss, now.loss)
     if family == "lambda_1":
         values = [math.nan if s is None or s.spectrum is None else s.spectrum.sharpness for s in (before, now)]
-        return "hessian", "lambda_1" if place.node is None else str(place.pairs[0]), (values[0], values[1])
+        return Reading("hessian", "lambda_1" if place.node is None else str(place.pairs[0]), *values)
     metric = family if family in ("coupling", "stable_rank", "gn_gap") else "resonance"
     members = {move.where: move.surprise.score for move in moves if move.family == family}
     moved = sum(score > MOVED for score in members.values())
     if (metric == "resonance" and (family == "level" or place.node is None)) or (
         place.node is None and moved > THROUGHOUT * len(members)
     ):
-        return metric, EVERYWHERE, (_mean(before, metric), _mean(now, metric))
+        return Reading(metric, EVERYWHERE, _mean(before, metric), _mean(now, metric))
     across = list(members) if place.node is None else [str(pair) for pair in place.pairs]
     where = max(across, key=lambda pair: members.get(pair, 0.0))
-    return metric, where, (_value(before, metric, where), _value(now, metric, where))
+    return Reading(metric, where, _value(before, metric, where), _value(now, metric, where))
 
 
-def _message(
-    metric: str,
-    where: str,
-    values: tuple[float, float],
-    place: Place,
-    causes: Sequence[Cause],
-    moves: Sequence[Move],
-    step: int,
-) -> str:
-    """`coupling stem--layer4 fell from 0.82 to 0.31: …; check …`"""
-    up = values[1] > values[0]
-    at = f" {where}" if metric not in ("loss", "hessian") else ""
-    moved = f"{'rose' if up else 'fell'} from {values[0]:.3g} to {values[1]:.3g}"
+def _message(reading: Reading, place: Place, causes: Sequence[Cause], moves: Sequence[Move], step: int) -> str:
+    """`coupling stem--layer4 fell from 0.82 to 0.31: …; at the same time: …; check …`"""
+    metric, up = reading.metric, reading.after > reading.before
+    at = f" {reading.where}" if metric not in ("loss", "hessian") else ""
+    moved = f"{'rose' if up else 'fell'} from {reading.before:.3g} to {reading.after:.3g}"
     parts = [f"{_NAMES[metric]}{at} {moved}: {_MEANING[metric, up]}"]
-    if place.node is not None:
-        across = ", ".join(str(pair) for pair in place.pairs[:3])
-        parts.append(f"the layers part at {place.node} (most affected: {across})")
-    else:
+    if place.node is None:
         parts.append("throughout the network")
+    else:
+        others = ", ".join(str(pair) for pair in place.pairs[:3] if str(pair) != reading.where)
+        parts.append(f"at {place.node} (also {others})" if others else f"at {place.node}")
     loss = next((move.surprise for move in moves if move.family == "loss"), None)
     if metric != "loss" and loss is not None and loss.score > MOVED:
         parts.append(f"the loss {'rose' if loss.size > 0 else 'fell'} {math.exp(abs(loss.size)):.3g}-fold with it")
     if causes:
-        more = f" and {len(causes) - MOST_CAUSES} more" if len(causes) > MOST_CAUSES else ""
-        parts.append(f"at the same time: {', '.join(cause.text for cause in causes[:MOST_CAUSES])}{more}")
+        parts.append(f"at the same time: {_listed(causes)}")
     parts.append(f"check {_suspects(place, causes)} before step {step}")
     return "; ".join(parts)
 
 
+def _listed(causes: Sequence[Cause]) -> str:
+    """The most telling kinds first; of running statistics, which all move together, one."""
+    order = (OPERATIONS, RATE, LOSS, WEIGHTS, BUFFERS)
+    kinds = [[cause for cause in causes if cause.source.startswith(kind)] for kind in order]
+    kinds[-1] = kinds[-1][:1]
+    shown = [cause.text for kind in kinds for cause in kind][:MOST_CAUSES]
+    rest = len(causes) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
 def _suspects(place: Place, causes: Sequence[Cause]) -> str:
-    if any(cause.source == RATE for cause in causes):
+    def moved(kind: str) -> bool:
+        return any(cause.source.startswith(kind) and cause.incriminating for cause in causes)
+
+    if moved(OPERATIONS):
+        return "what the network computes: it is not the same as"
+    if moved(RATE):
         return "the learning rate"
-    if any(cause.source.startswith(OPERATIONS) for cause in causes):
-        return "what the network computes, it is not the same as"
-    if any(cause.source.startswith(BUFFERS) for cause in causes):
+    if moved(WEIGHTS) and place.node is not None:
+        return f"what happened to the weights of {place.node}"
+    if moved(LOSS):
+        return "the data and their labels"
+    if moved(BUFFERS):
         return "running statistics (batch norm)"
     return "the data and the learning rate" if place.node is None else f"what changed in {place.node}"
-
-
-def _loss(snapshot: Snapshot | None) -> float:
-    return math.nan if snapshot is None else snapshot.loss
 
 
 def _value(snapshot: Snapshot | None, metric: str, where: str) -> float:

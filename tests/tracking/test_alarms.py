@@ -52,7 +52,7 @@ def test_one_layer_that_changes_is_named_once() -> None:
         ((at, alert),) = run(seed, 30, factors={"b": 3.0})
         assert at == 15
         assert alert.metric == "resonance" and "b" in alert.where.split("--")  # type: ignore[attr-defined]
-        assert "the layers part at b" in alert.message  # type: ignore[attr-defined]
+        assert "; at b (also" in alert.message  # type: ignore[attr-defined]
 
 
 def test_pairs_across_a_cut_are_one_alert() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import curvmon
 from curvmon.tracking.alarms import Alarms
 from curvmon.tracking.circumstances import Cause, Circumstances, Surroundings, circumstances
-from tests.tracking.test_alarms import snapshot
+from tests.tracking.test_alarms import NODES, snapshot
 
 
 def causes(series: list[Circumstances]) -> list[list[Cause]]:
@@ -123,12 +123,12 @@ def test_numbers_of_a_model() -> None:
 
 
 def test_a_change_with_a_cause_needs_less_proof() -> None:
-    """The same small change of one layer, with and without a learning rate that jumps at the same time."""
+    """A level that swings by itself triples, with and without a learning rate that jumps at the same time."""
 
     def told(factor: float) -> list[int]:
         rng, alarms, before, found = random.Random(1), Alarms(), None, []
         for i in range(20):
-            now = snapshot(i, rng, {"b": 1.35} if i >= 15 else None)
+            now = snapshot(i, rng, dict.fromkeys(NODES, 3.0 if i >= 15 else 1.0))
             rate = Circumstances({"learning rate": factor if i >= 15 else 1.0})
             found += [i for alert in alarms.update(now, before, rate) if alert.level != "info"]
             before = now
