@@ -343,7 +343,9 @@ class CurvatureMonitor(CallbackBase):
         except RemoteError as error:
             return Outcome(error=f"the batch cannot be shared among processes ({error})", kind="input"), None
         if batches is None:
-            return Outcome(error="no batch has passed yet", kind="passing"), None
+            odd = self._probe.obstacle
+            reason = "no batch has passed yet" if odd is None else f"the batches that pass cannot be copied ({odd})"
+            return Outcome(error=reason, kind="passing"), None
         loss = self._loss or step_loss(pl_module)
         return take(self._recipe, trainer, pl_module, batches, loss, ranks=ranks, share=plan.share, start=self._start)
 
