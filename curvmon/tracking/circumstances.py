@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 RATE = "learning rate"
 WEIGHTS, BUFFERS = "size of ", "statistics in "
@@ -28,11 +29,7 @@ def circumstances(model: nn.Module, optimizers: Iterable[Any] = ()) -> dict[str,
         *((f"{WEIGHTS}{name}", parameter) for name, parameter in model.named_parameters()),
         *((f"{BUFFERS}{name}", buffer) for name, buffer in model.named_buffers()),
     ]
-    named = [
-        (name, tensor)
-        for name, tensor in named
-        if tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() >= FEWEST
-    ]
+    named = [(name, tensor) for name, tensor in named if _can_be_weighed(tensor) and tensor.numel() >= FEWEST]
     if named:
         norms = [torch.linalg.vector_norm(tensor.detach(), dtype=_exact_enough(tensor)) for _, tensor in named]
         # one transfer for all of them
@@ -44,6 +41,13 @@ def node_of(cause: str, nodes: Sequence[str]) -> str | None:
     """The innermost node that the tensor lies in which a cause names."""
     name = cause.removeprefix(WEIGHTS)
     return max((node for node in nodes if name.startswith(f"{node}.")), key=len, default=None)
+
+
+def _can_be_weighed(tensor: Tensor) -> bool:
+    """Not one of eight bits, which are promoted to nothing, nor one without data or shape."""
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided or is_lazy(tensor):
+        return False
+    return tensor.element_size() > 1
 
 
 def _exact_enough(tensor: Tensor) -> torch.dtype:

@@ -110,6 +110,8 @@ class Recipe:
         """The ends of the spectrum and the trace, and the vector from which the next search begins."""
         if start is not None and len(start) != sum(p.numel() for p in model.parameters() if p.requires_grad):
             start = None  # layers were frozen or thawed in the meantime
+        if start is not None and not 0 < torch.linalg.vector_norm(start).item() < float("inf"):
+            start = None  # no direction to begin with
 
         def whole(parts: Sequence[Any]) -> Spectrum:
             return spectrum(
