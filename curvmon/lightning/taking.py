@@ -15,7 +15,7 @@ from curvmon.lightning.ranks import Ranks, same_buffers
 from curvmon.lightning.seclusion import CollectiveError, secluded
 from curvmon.lightning.standstill import standing_still
 from curvmon.lightning.steps import Loss, silenced
-from curvmon.tracking.recipe import Part, Recipe, is_out_of_memory
+from curvmon.tracking.recipe import Part, Recipe, is_out_of_memory, release
 from curvmon.types import Measurement, Spectrum
 
 Kind = Literal["none", "memory", "permanent", "input", "diverged", "passing"]
@@ -82,6 +82,8 @@ def take(
         if not prepared and recipe.pairs:
             ranks.decline(len(batches))
         mine = Outcome(measurement, error=_told(error), kind=_kind(error), part=part)
+    if mine.kind == "memory":
+        release()
     return _common(ranks.gather(mine)), start
 
 

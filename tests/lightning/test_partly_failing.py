@@ -104,6 +104,22 @@ def test_an_endless_message_is_cut() -> None:
     assert told.startswith("RuntimeError: xxx") and told.endswith("x…") and len(told) < 330
 
 
+def test_what_waits_for_the_next_search_is_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector as large as the parameters; training may need the room."""
+    original = curvmon.Spectrum.start_vector
+    moved: list[Any] = []
+
+    class Elsewhere(Tensor):
+        def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+            moved.append(self)
+            return self.as_subclass(Tensor)
+
+    monkeypatch.setattr(curvmon.Spectrum, "start_vector", lambda self: original(self).as_subclass(Elsewhere))
+    monitor = CurvatureMonitor(metrics=[], eigenvalues=1, initial=False)
+    assert not trained(Regression(), monitor, loaders())
+    assert len(moved) == 1 and type(monitor._start) is Tensor
+
+
 def test_a_start_without_direction_is_left_out(tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=1, save=tmp_path / "a.ckpt")
     for factor in (0.0, float("nan")):
