@@ -66,7 +66,8 @@ def batch_size(batch: Any, batch_dim: int) -> int | None:
     `batch_dim` is a dimension of the nodes' outputs. Targets often count samples along their only dimension, and a
     model that is sequence-first inside may take its input the other way round, so dimension 0 has a vote too.
     """
-    tensors = list(named_tensors(batch))
+    # a nested tensor may have no shape
+    tensors = [(path, tensor) for path, tensor in named_tensors(batch) if not tensor.is_nested]
     votes: Counter[int] = Counter()
     for _, tensor in tensors:
         if tensor.ndim == 1:
@@ -88,7 +89,8 @@ def batch_size(batch: Any, batch_dim: int) -> int | None:
 def why_not_finite(batch: Any, model: nn.Module) -> str:
     """Where the first NaN comes from. Infinite inputs are legal: attention masks hold -inf."""
     for path, tensor in named_tensors(batch):
-        if tensor.is_floating_point() and torch.isnan(tensor).any():
+        dense = tensor.layout is torch.strided and not tensor.is_nested
+        if dense and tensor.is_floating_point() and torch.isnan(tensor).any():
             return f": {path} contains NaN; clean the input or skip this batch"
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():

@@ -115,7 +115,7 @@ class Factors:
         self.is_exact = signs is not None
         units = len(grams[0])
         if signs is not None:
-            self._signs = signs.reshape(-1).double().cpu()
+            self._signs = signs.reshape(-1).cpu().double()
             self._weights = self._signs.outer(self._signs)
         else:
             self._signs = torch.ones(units, dtype=torch.float64, device="cpu")

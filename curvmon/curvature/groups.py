@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.nodes import clean_name, matches
+from curvmon.curvature.operators import precise
 from curvmon.curvature.parameters import ParameterOperator
 from curvmon.curvature.randomness import gaussian
 from curvmon.curvature.search import Found, Search
@@ -129,7 +130,7 @@ def off_diagonal_share(
         torch.stack([torch.cat([_cut(v, starts[i], operator.sizes[i]) for i in members]) for v in found.vectors], 1)
         for members in groups
     ]
-    grams = [(part.T @ part).double().cpu() for part in vectors]
+    grams = [(part.T @ part).cpu().double() for part in vectors]
     whole = torch.stack(grams).sum(0)
     weighted = [values.unsqueeze(1) * gram * values for gram in grams]  # Λ G_v Λ
     rounds = []
@@ -139,7 +140,7 @@ def off_diagonal_share(
             z = gaussian(part[:, 0], 1, generator).squeeze(1).sign()
             image = operator.block(everything, members, z)
             inner = torch.cat([_cut(image, own[i], operator.sizes[i]) for i in members])
-            c = values * (part.T @ z).double().cpu()
+            c = values * (part.T @ z).cpu().double()
             total += _square(image) - float(c @ whole @ c) + float((whole * known).sum())
             diagonal += _square(inner) - float(c @ gram @ c) + float((gram * known).sum())
         rounds.append((total, total - diagonal))
@@ -164,4 +165,4 @@ def _cut(flat: Tensor, start: int, size: int) -> Tensor:
 
 
 def _square(x: Tensor) -> float:
-    return x.double().square().sum().item()
+    return precise(x).square().sum().item()

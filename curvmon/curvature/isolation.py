@@ -85,8 +85,21 @@ def isolated(
         for device in sorted(devices):
             if torch.amp.is_autocast_available(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(_replaced(torch.amp.autocast_mode.autocast, __enter__=_enter_in_full_precision))
         stack.enter_context(_twice_differentiable(modules, devices))
         yield stack.enter_context(_working_copies(found, dtype))
+
+
+_enter_autocast: Any = torch.amp.autocast_mode.autocast.__enter__
+
+
+def _enter_in_full_precision(self: Any) -> Any:
+    """`with torch.autocast(...)` in a step or a model has no effect: products of products need float32."""
+    wanted, self._enabled = self._enabled, False
+    try:
+        return _enter_autocast(self)
+    finally:
+        self._enabled = wanted
 
 
 @contextmanager

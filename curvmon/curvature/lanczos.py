@@ -96,7 +96,7 @@ class Lanczos:
             coefficients = torch.stack([vector.dot(x) for vector in vectors])
             for vector, coefficient in zip(vectors, coefficients.unbind()):
                 x.addcmul_(vector, coefficient, value=-1)
-            total += coefficients[len(self._locked) :].double().cpu()
+            total += coefficients[len(self._locked) :].cpu().double()
         return x, total
 
     def _restart(self, top: int, bottom: int) -> None:

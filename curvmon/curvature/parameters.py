@@ -26,7 +26,7 @@ from curvmon.curvature.randomness import reseed
 from curvmon.curvature.session import NOISE_SEED, Loss
 from curvmon.curvature.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.curvature.traces import LayeredGraph
-from curvmon.curvature.trees import map_tensors
+from curvmon.curvature.trees import map_all_tensors
 from curvmon.errors import DivergedError, InputError, LossError
 
 
@@ -187,7 +187,7 @@ def open_parameters(
         def build(batch: Any) -> TappedGraph:
             def run() -> Tensor:
                 reseed(NOISE_SEED)
-                return checked_scalar(loss(model, map_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
+                return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
 
             graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, dtype)
             if not torch.isfinite(graph.loss):

@@ -40,7 +40,7 @@ def reachable(model: nn.Module, loss: Callable[..., Any]) -> Reachable:
     of_model = list(_below(model, seen))
     return Reachable(
         modules=[item for item in (*of_model, *_below(loss, seen)) if isinstance(item, nn.Module)],
-        objects=[item for item in of_model if _is_plain_object(item)],
+        objects=[item for item in of_model if is_plain_object(item)],
         containers=[item for item in of_model if isinstance(item, (dict, list, deque, set))],
     )
 
@@ -60,9 +60,10 @@ def _below(root: Any, seen: dict[int, Any]) -> Iterator[Any]:
             queue.extend((value, depth + 1) for value in _held_by(item))
 
 
-def _is_plain_object(item: Any) -> bool:
+def is_plain_object(item: Any) -> bool:
     """An instance of a class of the user's, or of a library's like it, whose state is in its attributes."""
-    root = _package(type(item).__module__)
+    # a class that is made at run time says "abc" (the batches of torch_geometric do): its base tells more
+    root = next(name for base in type(item).__mro__ if (name := _package(base.__module__)) != "abc")
     if root in _CLOSED or (root in sys.stdlib_module_names and root not in _NAMESPACES):
         return False
     attributes = getattr(item, "__dict__", None)

@@ -16,7 +16,7 @@ from curvmon.curvature.nodes import Call, choose, labelled, record_calls, resolv
 from curvmon.curvature.operators import GraphOperator
 from curvmon.curvature.randomness import reseed
 from curvmon.curvature.taps import TappedGraph, checked_scalar, tapped_forward
-from curvmon.curvature.trees import map_tensors
+from curvmon.curvature.trees import map_all_tensors
 from curvmon.errors import DivergedError, LossError, NodeError
 
 Loss = Callable[[Any, Any], Tensor]
@@ -58,7 +58,7 @@ def open_session(
 
         def run() -> Tensor:
             reseed(NOISE_SEED)
-            return checked_scalar(loss(model, map_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
+            return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
 
         calls = explained(lambda: _discover(model, run, isolation), model, dtype)
         if not calls:

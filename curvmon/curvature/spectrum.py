@@ -178,7 +178,14 @@ def _trace(
     few = operator.size - len(space.basis) <= TRACE_PROBES  # these probes are all directions there are
     if few or not operator.has_ggn:
         return search.trace(space)
-    by_parts = trace_of_parts(operator.layered(), generator)
+    try:
+        by_parts = trace_of_parts(operator.layered(), generator)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError):
+        # the graph by layers runs modules apart from the model: a loss that differentiates by the parameters itself
+        # does not find them in it, and a module that relies on its surroundings may not run
+        by_parts = None
     if by_parts is None:
         return search.trace(space)
     total, stderr, spent = by_parts

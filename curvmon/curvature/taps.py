@@ -149,4 +149,4 @@ def checked_scalar(loss: Any) -> Tensor:
         )
     if not loss.is_floating_point():
         raise LossError(f"loss(model, batch) must return a floating tensor; it returned {loss.dtype}")
-    return loss.reshape(())
+    return loss.reshape(()).as_subclass(Tensor)  # of a batch of images, say, that are a class of their own

@@ -23,7 +23,7 @@ from curvmon.curvature.autograd import differentiate, product
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.layers import Layer
 from curvmon.curvature.losses import Layout, dense_factor, sketch
-from curvmon.curvature.operators import norm_squared
+from curvmon.curvature.operators import norm_squared, precise
 from curvmon.curvature.randomness import gaussian
 from curvmon.curvature.taps import TappedGraph
 
@@ -133,7 +133,7 @@ def remainder_trace(layered: LayeredGraph, generator: torch.Generator) -> Part:
         images = product(slopes, variables, vectors)
         if not samples and not any(image.any() for image in images):
             return Part(0.0, 0.0, products=1)  # T z = 0 for a random z: T = 0
-        samples.append(sum((z.double() * image.double()).sum().item() for z, image in zip(vectors, images)))
+        samples.append(sum((precise(z) * precise(image)).sum().item() for z, image in zip(vectors, images)))
     values = torch.tensor(samples, dtype=torch.float64)
     return Part(values.mean().item(), _standard_error(values), products=PROBES)
 

@@ -9,31 +9,83 @@ from typing import Any
 
 from torch import Tensor
 
+from curvmon.curvature.reachable import is_plain_object
+from curvmon.errors import InputError
 
-def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of `tree` with every tensor replaced; containers keep their types, unknown objects are shared."""
+
+def map_tensors(
+    tree: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda item: item
+) -> Any:
+    """A copy of `tree` with every tensor replaced; containers keep their types, `other` is asked what else becomes."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, MutableMapping):
-        mapping = copy.copy(tree)
-        for key, value in tree.items():
-            mapped = map_tensors(value, function)
-            if mapped is not value:
-                mapping[key] = mapped
-        return mapping
+        return refilled(tree, {key: map_tensors(value, function, other) for key, value in tree.items()})
     if isinstance(tree, Mapping):
-        return {key: map_tensors(value, function) for key, value in tree.items()}
+        return {key: map_tensors(value, function, other) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(value, function) for value in tree))
+        return type(tree)(*(map_tensors(value, function, other) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(value, function) for value in tree)
+        return type(tree)(map_tensors(value, function, other) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         result = copy.copy(tree)
         for field in dataclasses.fields(tree):
             # object.__setattr__: a frozen dataclass is copied as well
-            object.__setattr__(result, field.name, map_tensors(getattr(tree, field.name), function))
+            object.__setattr__(result, field.name, map_tensors(getattr(tree, field.name), function, other))
         return result
-    return tree
+    return other(tree)
+
+
+def map_all_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`map_tensors`, and below the attributes of objects: graphs and image lists come as classes of their own."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def other(item: Any) -> Any:
+        if id(item) not in known:
+            holds = is_plain_object(item) and _holds_tensor(item, {})
+            known[id(item)] = item, copy.copy(item) if holds else item
+            if holds:
+                held = vars(known[id(item)][1])
+                held.update({name: map_tensors(value, function, other) for name, value in held.items()})
+        return known[id(item)][1]
+
+    return map_tensors(tree, function, other)
+
+
+def _holds_tensor(item: Any, seen: dict[int, Any]) -> bool:
+    if isinstance(item, Tensor) or id(item) in seen:
+        return isinstance(item, Tensor)
+    seen[id(item)] = item
+    below: Any = ()
+    if isinstance(item, Mapping):
+        below = item.values()
+    elif isinstance(item, (list, tuple)):
+        below = item
+    elif is_plain_object(item):
+        below = vars(item).values()
+    return any(_holds_tensor(held, seen) for held in below)
+
+
+def refilled(tree: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> Any:
+    """A mapping of the same class with other values: Hugging Face's BatchEncoding is no dict.
+
+    A copy of a class that keeps its entries in an attribute shares that with the original; writing to the one would
+    write to the other, and training would go on with what was meant for a measurement.
+    """
+    before = dict(tree.items())
+    held_still = {key: value for key, value in before.items() if tree[key] is value}
+    result: Any = copy.copy(tree)
+    if not isinstance(tree, dict) and type(getattr(result, "__dict__", None)) is dict:
+        held = vars(result)
+        held.update({name: copy.copy(value) for name, value in held.items() if type(value) in (dict, list)})
+    for key, value in entries.items():
+        if value is not before[key]:
+            result[key] = value
+    if any(tree[key] is not value for key, value in held_still.items()):
+        for key, value in before.items():
+            tree[key] = value
+        raise InputError(f"a {type(tree).__name__} shares its entries with its copies; pass batches as a dict")
+    return result
 
 
 def named_tensors(tree: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:

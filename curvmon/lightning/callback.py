@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -111,6 +112,11 @@ class CurvatureMonitor(CallbackBase):
             every_n_train_steps=every_n_train_steps,
             max_overhead=max_overhead,
             log_pairs=log_pairs,
+            initial=initial,
+            heatmaps=heatmaps,
+            verbose=verbose,
+            strict=strict,
+            log_key_prefix=log_key_prefix,
             alerts=alerts,
             on_alert=on_alert,
             history_size=history_size,
@@ -288,13 +294,13 @@ class CurvatureMonitor(CallbackBase):
         # before the first step there was no training to be a share of: a point of 8000 would hide all later ones
         overhead = self._budget.overhead(self._trained()) if trainer.global_step else float("nan")
         clocks = self._ranks.agreed((seconds, overhead, self._budget.skipped))
-        if outcome.error is not None:
+        if not outcome.succeeded:
             self._failed(trainer, outcome, step)
             return
         snapshot = Snapshot(
             step=step,
             epoch=trainer.current_epoch,
-            measurement=self._noted(outcome.measurement),
+            measurement=self._noted(outcome),
             spectrum=outcome.spectrum,
             seconds=clocks[0],
             overhead=clocks[1],
@@ -304,6 +310,7 @@ class CurvatureMonitor(CallbackBase):
         fresh: list[Alert] = []
         if self._alarms is not None:
             fresh = self._alarms.update(snapshot, self._history.last, self._circumstances(trainer, pl_module, snapshot))
+            fresh += self._lost_eigenvalues(outcome, snapshot)
         self._told += fresh
         snapshot = replace(snapshot, alerts=len(self.alerts))
         self._history.append(snapshot)
@@ -319,7 +326,9 @@ class CurvatureMonitor(CallbackBase):
         wanted = self._recipe.pairs, self._recipe.eigenvalues
         while True:
             outcome, start = self._attempt(trainer, pl_module, plan, self._ranks)
-            if outcome.error is None:
+            if outcome.succeeded:
+                if outcome.error is not None:
+                    outcome, missing = self._without_eigenvalues(outcome, missing)
                 self._start = self._known_to_all(start)
                 self._probe.settle()
                 if refused is not None:
@@ -341,13 +350,25 @@ class CurvatureMonitor(CallbackBase):
             self._recipe.pairs, self._recipe.eigenvalues = wanted
             return outcome
 
+    def _without_eigenvalues(self, outcome: Outcome, missing: Outcome | None) -> tuple[Outcome, Outcome | None]:
+        """The pairs are there. What can never work is not tried again; of anything else a warning and a note tell."""
+        if outcome.kind in ("permanent", "input") and self._recipe.without("spectrum"):
+            return replace(outcome, error=None), outcome
+        self._warn(
+            f"eigenvalues not measured: {outcome.error}. The pairs of layers are; the next validation is tried again",
+            f"eigenvalues {outcome.kind}",
+        )
+        return outcome, missing
+
     def _attempt(self, trainer: Any, pl_module: Any, plan: Plan, ranks: Ranks) -> tuple[Outcome, Tensor | None]:
         try:
             batches = self._probe.batches(ranks, pl_module.device, self._warn)
         except RemoteError as error:
             return Outcome(error=f"the batch cannot be shared among processes ({error})", kind="input"), None
         if batches is None:
-            return Outcome(error="no batch has passed yet", kind="passing"), None
+            odd = self._probe.obstacle
+            reason = "no batch has passed yet" if odd is None else f"the batches that pass cannot be copied ({odd})"
+            return Outcome(error=reason, kind="passing"), None
         loss = self._loss or step_loss(pl_module)
         return take(self._recipe, trainer, pl_module, batches, loss, ranks=ranks, share=plan.share, start=self._start)
 
@@ -367,10 +388,10 @@ class CurvatureMonitor(CallbackBase):
         found = snapshot.measurement
         return Circumstances(self._ranks.agreed(values), {} if found is None else found.operations)
 
-    def _noted(self, found: Measurement | None) -> Measurement | None:
-        if found is None or not self._probe.notes:
-            return found
-        return replace(found, notes=(*self._probe.notes, *found.notes))
+    def _noted(self, outcome: Outcome) -> Measurement | None:
+        found = outcome.measurement
+        lacking = () if outcome.error is None else (f"no eigenvalues: {outcome.error}",)
+        return None if found is None else replace(found, notes=(*self._probe.notes, *found.notes, *lacking))
 
     def _compare_nodes(self, snapshot: Snapshot) -> None:
         before = self._history.nodes
@@ -391,6 +412,13 @@ class CurvatureMonitor(CallbackBase):
         """A checkpoint is written once, whatever the number of alerts."""
         for alert in alerts[:1] if isinstance(self._on_alert, str) else alerts:
             act(trainer, alert, self._on_alert)
+
+    def _lost_eigenvalues(self, outcome: Outcome, snapshot: Snapshot) -> list[Alert]:
+        """Where the curvature of the parameters is not finite any more, although that between the layers still is."""
+        last = self._history.last
+        if self._alarms is None or outcome.kind != "diverged" or (last is not None and last.spectrum is None):
+            return []
+        return self._alarms.diverged(outcome.error or "", snapshot.step, snapshot.epoch)
 
     def _failed(self, trainer: Any, outcome: Outcome, step: int) -> None:
         """One warning of every kind; what cannot work later is not tried again."""
@@ -469,19 +497,30 @@ class CurvatureMonitor(CallbackBase):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = True
         if state_dict.get("version") != 1:
             self._warn("the checkpoint's state of CurvatureMonitor is of another version: its series starts anew here")
             return
-        self._loaded = True
-        self._history.load_state_dict(state_dict["history"])
-        self._budget.load_state_dict(state_dict["budget"])
-        self._probe.load_state_dict(state_dict["probe"])
-        self._start = state_dict["start"]
-        self._validations = state_dict["validations"]
-        self._recipe.full_products = state_dict["full_products"]
-        if self._alarms is not None and state_dict["alarms"] is not None:
-            self._alarms.load_state_dict(state_dict["alarms"])
-        self._told = [Alert.from_dict(alert) for alert in state_dict["told"]]
+        try:
+            self._take_over(state_dict)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._warn(f"the checkpoint's state of CurvatureMonitor cannot be read ({reason}): its series starts anew")
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        """All of it or nothing; alerts are missing in states from before there were any."""
+        parts = copy.deepcopy((self._history, self._budget, self._probe, self._alarms))
+        history, budget, probe, alarms = parts
+        history.load_state_dict(state["history"])
+        budget.load_state_dict(state["budget"])
+        probe.load_state_dict(state["probe"])
+        if alarms is not None and state.get("alarms") is not None:
+            alarms.load_state_dict(state["alarms"])
+        told = [Alert.from_dict(alert) for alert in state.get("told", ())]
+        self._start, self._validations = state["start"], state["validations"]
+        self._recipe.full_products = state["full_products"]
+        self._history, self._budget, self._probe, self._alarms = parts
+        self._told = told
 
 
 def _storable(start: Tensor | None) -> Tensor | None:

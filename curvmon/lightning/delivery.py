@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from curvmon.lightning.base import warn
@@ -45,8 +44,12 @@ def act(trainer: Any, alert: Alert, wanted: Callable[[Alert], Any] | str | None)
         trainer.should_stop = True
     elif wanted == "checkpoint":
         checkpoints = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.checkpoint_callback else None
-        folder = checkpoints or trainer.default_root_dir
-        trainer.save_checkpoint(Path(folder) / f"curvmon-alert-step={alert.step}.ckpt")
+        folder = str(checkpoints or trainer.default_root_dir).rstrip("/")  # may be a bucket: no Path
+        try:
+            trainer.save_checkpoint(f"{folder}/curvmon-alert-step={alert.step}.ckpt")
+        except Exception as error:  # a full disk, say
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other processes wait for this one
+            warn(f"no checkpoint of an alert was written ({type(error).__name__}: {error}); training goes on")
     elif callable(wanted) and trainer.is_global_zero:
         try:
             wanted(alert)

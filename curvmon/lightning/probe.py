@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from curvmon.curvature.trees import map_tensors
+from curvmon.curvature.trees import map_all_tensors
 from curvmon.lightning.ranks import Ranks
 from curvmon.tracking.batches import Collector, fingerprint, halves, restored, samples_in, stored
 
@@ -30,10 +30,16 @@ class Probe:
         self._saved: dict[str, Any] | None = None
         self.notes: tuple[str, ...] = ()
         """what was done to the batch"""
+        self.obstacle: str | None = None
+        """why a batch that passed could not be kept"""
 
     def see(self, source: str, batch: Any) -> None:
+        """Keep a copy. Whatever is odd about a batch, training goes on with it."""
         if self._batches is None and (source == "train" or self._prefers == "val"):
-            self._collectors[source].add(batch)
+            try:
+                self._collectors[source].add(batch)
+            except Exception as error:
+                self.obstacle = f"{type(error).__name__}: {error}"
 
     def begin_validation(self) -> None:
         """The same batches pass again after a sanity check: do not take them twice."""
@@ -54,9 +60,8 @@ class Probe:
             if owners:
                 own = None
                 if ranks.rank == owners[0]:
-                    own = [
-                        map_tensors(batch, lambda tensor: tensor.cpu()) for batch in self._collectors[source].batches
-                    ]
+                    kept = self._collectors[source].batches
+                    own = [map_all_tensors(batch, lambda tensor: tensor.cpu()) for batch in kept]
                 self._source = source
                 if source != self._prefers:
                     self.notes = ("measured on the first training batch: no validation batch had passed by then",)
@@ -143,7 +148,7 @@ def _received(ranks: Ranks, own: list[Any] | None, source: int, device: torch.de
     found, failure = [], None
     try:
         sent = ranks.agreed(own, source=source)
-        found = [map_tensors(batch, lambda tensor: tensor.to(device)) for batch in sent]
+        found = [map_all_tensors(batch, lambda tensor: tensor.to(device)) for batch in sent]
     except Exception as error:  # of memory here, say, and nowhere else
         failure = error
     ranks.all_or_none(failure)

@@ -96,6 +96,16 @@ class Ranks:
                 serve(None)
             raise
 
+    def decline(self, batches: int) -> None:
+        """This process cannot take part in the measurement of the pairs: do not keep the others waiting."""
+        team = self.team()
+        if team is not None:
+            with team.until(batches):
+                pass
+        left = batches if self.assists else 0
+        while left:
+            left = left - 1 if self.serve(None) else 0
+
     def serve(self, operator: GraphOperator | None) -> bool:
         """Answer the leader until it is done with this graph; False if it gives up altogether.
 

@@ -15,12 +15,12 @@ from curvmon.types import METRICS
 def check_settings(**arguments: Any) -> None:
     """Raises InputError with what is wrong and what it should be."""
     for name in ("probe_size", "probe_batches", "every_n_validations", "history_size"):
-        if not isinstance(arguments[name], int) or arguments[name] < 1:
+        if not _is_whole(arguments[name]) or arguments[name] < 1:
             raise InputError(f"{name} must be a whole number of at least 1, not {arguments[name]!r}")
     every = arguments["every_n_train_steps"]
-    if every is not None and (not isinstance(every, int) or every < 1):
+    if every is not None and (not _is_whole(every) or every < 1):
         raise InputError(f"every_n_train_steps must be None or a whole number of at least 1, not {every!r}")
-    if not isinstance(arguments["eigenvalues"], int) or arguments["eigenvalues"] < 0:
+    if not _is_whole(arguments["eigenvalues"]) or arguments["eigenvalues"] < 0:
         raise InputError(f"eigenvalues must be a whole number, 0 for none, not {arguments['eigenvalues']!r}")
     if arguments["data"] not in ("val", "train"):
         raise InputError(f'data must be "val" or "train", not {arguments["data"]!r}')
@@ -32,8 +32,15 @@ def check_settings(**arguments: Any) -> None:
     if not arguments["metrics"] and not arguments["eigenvalues"]:
         raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
     overhead = arguments["max_overhead"]
-    if overhead is not None and not (isinstance(overhead, (int, float)) and overhead >= 0):
+    if overhead is not None and (
+        isinstance(overhead, bool) or not (isinstance(overhead, (int, float)) and overhead >= 0)
+    ):
         raise InputError(f"max_overhead must be None or a share of the training time, not {overhead!r}")
+    for name in ("initial", "heatmaps", "verbose", "strict"):
+        if not isinstance(arguments[name], bool):
+            raise InputError(f"{name} must be True or False, not {arguments[name]!r}")
+    if not isinstance(arguments["log_key_prefix"], str):
+        raise InputError(f'log_key_prefix must be a text, "probe/" say, not {arguments["log_key_prefix"]!r}')
     if not (isinstance(arguments["log_pairs"], bool) or arguments["log_pairs"] == "auto"):
         raise InputError(f'log_pairs must be True, False or "auto", not {arguments["log_pairs"]!r}')
     if not isinstance(arguments["alerts"], (bool, AlertRules)):
@@ -44,6 +51,11 @@ def check_settings(**arguments: Any) -> None:
     check_budget(arguments["rtol"], None, arguments["seed"])
     loss = arguments["loss"]
     check_arguments(nn.Identity(), _nothing if loss is None else loss, arguments["nodes"], arguments["output"], 0)
+
+
+def _is_whole(value: Any) -> bool:
+    """True is a 1 to Python, but nobody means that."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _nothing(model: Any, batch: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from contextlib import suppress
 from typing import Any
 
 from curvmon.lightning.canvas import brief
@@ -10,11 +12,15 @@ from curvmon.tracking.history import Snapshot
 
 
 def say(trainer: Any, line: str) -> None:
+    """A terminal that has no λ gets a question mark; one that is closed gets nothing."""
     bar = trainer.progress_bar_callback
-    if bar is not None and hasattr(bar, "print") and bar.is_enabled:
-        bar.print(line)
-    else:
-        print(line, flush=True)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    line = line.encode(encoding, errors="replace").decode(encoding)
+    with suppress(Exception):
+        if bar is not None and hasattr(bar, "print") and bar.is_enabled:
+            bar.print(line)
+        else:
+            print(line, flush=True)
 
 
 def summary(snapshot: Snapshot) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,10 +15,14 @@ from curvmon.lightning.ranks import Ranks, same_buffers
 from curvmon.lightning.seclusion import CollectiveError, secluded
 from curvmon.lightning.standstill import standing_still
 from curvmon.lightning.steps import Loss, silenced
-from curvmon.tracking.recipe import Part, Recipe, is_out_of_memory
+from curvmon.tracking.recipe import Part, Recipe, is_out_of_memory, release
 from curvmon.types import Measurement, Spectrum
 
 Kind = Literal["none", "memory", "permanent", "input", "diverged", "passing"]
+
+
+MOST_TOLD = 300
+"""characters of an error's first line: some of torch's list all their backends in it"""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,11 @@ class Outcome:
     kind: Kind = "none"
     part: Part = "pairs"
     """where the error is"""
+
+    @property
+    def succeeded(self) -> bool:
+        """There is something to report: all of it, or the pairs although the search for eigenvalues failed."""
+        return self.error is None or self.measurement is not None
 
 
 def take(
@@ -44,15 +53,18 @@ def take(
 ) -> tuple[Outcome, Tensor | None]:
     """What was measured, and on the process that looked for eigenvalues the vector to begin with next time."""
     mine = Outcome()
+    measurement: Measurement | None = None
     part: Part = "pairs"
-    with ExitStack() as stack:
-        stack.enter_context(same_buffers(ranks, module))
-        stack.enter_context(standing_still(trainer))
-        stack.enter_context(silenced(trainer, module))
-        # Trainer(detect_anomaly=True) would print tracebacks of passes that are tried and given up on purpose
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        stack.enter_context(secluded(ranks.world))
-        try:
+    prepared = False
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(same_buffers(ranks, module))
+            stack.enter_context(standing_still(trainer))
+            stack.enter_context(silenced(trainer, module))
+            # Trainer(detect_anomaly=True) would print tracebacks of passes that are tried and given up on purpose
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+            stack.enter_context(secluded(ranks.world))
+            prepared = True
             measurement = _pairs(recipe, module, batches, loss, ranks, share)
             spectrum, part = None, "spectrum"
             if recipe.eigenvalues and ranks.rank == ranks.spectrum_rank:
@@ -66,8 +78,12 @@ def take(
                     share=share,
                 )
             mine = Outcome(measurement, spectrum)
-        except Exception as error:
-            mine = Outcome(error=_told(error), kind=_kind(error), part=part)
+    except Exception as error:
+        if not prepared and recipe.pairs:
+            ranks.decline(len(batches))
+        mine = Outcome(measurement, error=_told(error), kind=_kind(error), part=part)
+    if mine.kind == "memory":
+        release()
     return _common(ranks.gather(mine)), start
 
 
@@ -89,16 +105,18 @@ def _pairs(
 
 def _common(outcomes: list[Outcome]) -> Outcome:
     failed = [outcome for outcome in outcomes if outcome.error is not None]
+    measurement = next((o.measurement for o in outcomes if o.measurement is not None), None)
     if failed:
         # a process that only hears of another's failure says less than that one
-        return min(failed, key=lambda outcome: (outcome.kind == "passing", "process" in (outcome.error or "")))
-    measurement = next((o.measurement for o in outcomes if o.measurement is not None), None)
+        told = min(failed, key=lambda outcome: (outcome.kind == "passing", "process" in (outcome.error or "")))
+        return replace(told, measurement=measurement if all(o.part == "spectrum" for o in failed) else None)
     return Outcome(measurement, next((o.spectrum for o in outcomes if o.spectrum is not None), None))
 
 
 def _told(error: Exception) -> str:
-    first = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {first[0] if first else ''}".rstrip(": ")
+    first = (str(error).strip().splitlines() or [""])[0]
+    first = first if len(first) <= MOST_TOLD else f"{first[:MOST_TOLD]}…"
+    return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 def _kind(error: Exception) -> Kind:

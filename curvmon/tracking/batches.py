@@ -9,12 +9,13 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvmon.curvature.trees import map_tensors, named_tensors
+from curvmon.curvature.trees import map_all_tensors, map_tensors, named_tensors, refilled
 
 MOST_STORED = 2**26
 """bytes of a probe batch that go into a checkpoint; a larger one is only recognised again"""
@@ -23,19 +24,27 @@ MOST_STORED = 2**26
 def owned(batch: Any) -> Any:
     """A copy that stays as it is, also of what was made in inference mode (Trainer.validate)."""
     with torch.inference_mode(False):
-        return map_tensors(batch, lambda tensor: tensor.detach().clone())
+        return map_all_tensors(batch, lambda tensor: tensor.detach().clone())
 
 
 def samples_in(batch: Any) -> int | None:
     """How many, if all tensors agree on it by their first dimension; None where that cannot be told."""
-    sizes = {tensor.shape[0] if tensor.ndim else None for _, tensor in named_tensors(batch)}
+    sizes = {tensor.shape[0] if _has_rows(tensor) else None for _, tensor in named_tensors(batch)}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Not sparse and not nested: neither can be cut, and a nested one need not even have a shape."""
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.ndim > 0
 
 
 def first_samples(batch: Any, count: int) -> Any:
     """The first `count` samples; the whole batch where it is not larger, or not made of rows."""
     size = samples_in(batch)
-    return batch if size is None or size <= count else _cut(batch, size, slice(None, count))
+    if size is not None and size > count:
+        with suppress(Exception):  # a class of its own that insists on the number of its rows
+            return _cut(batch, size, slice(None, count))
+    return batch
 
 
 def _cut(tree: Any, size: int, rows: slice) -> Any:
@@ -52,8 +61,9 @@ def _merged(trees: list[Any], sizes: list[int], tensor: Callable[[Any], Any], en
         return _merged([of(other) for other in trees], sizes, tensor, entries)
 
     if isinstance(tree, Mapping):
-        found = {key: part(lambda other: other[key]) for key in tree}  # noqa: B023
-        return _refilled(tree, found) if isinstance(tree, MutableMapping) and type(tree) is not dict else found
+        # `keys()`: iterating over a TensorDict gives its rows
+        found = {key: part(lambda other: other[key]) for key in tree.keys()}  # noqa: B023, SIM118
+        return refilled(tree, found) if isinstance(tree, MutableMapping) and type(tree) is not dict else found
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(part(lambda other: other[i]) for i in range(len(tree))))  # noqa: B023
     if isinstance(tree, (list, tuple)):
@@ -68,20 +78,13 @@ def _merged(trees: list[Any], sizes: list[int], tensor: Callable[[Any], Any], en
     return tree
 
 
-def _refilled(tree: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """A mapping of the same class: Hugging Face's BatchEncoding is no dict."""
-    result: Any = copy.copy(tree)
-    for key, value in entries.items():
-        result[key] = value
-    return result
-
-
 def halves(batch: Any) -> tuple[Any, Any] | None:
     """The first half of the samples and the rest; None where there are no two, or the batch is not made of rows."""
     size = samples_in(batch)
-    if size is None or size < 2:
-        return None
-    return _cut(batch, size, slice(None, size // 2)), _cut(batch, size, slice(size // 2, None))
+    if size is not None and size > 1:
+        with suppress(Exception):  # as in `first_samples`
+            return _cut(batch, size, slice(None, size // 2)), _cut(batch, size, slice(size // 2, None))
+    return None
 
 
 def joined(first: Any, second: Any) -> Any | None:
@@ -94,7 +97,7 @@ def joined(first: Any, second: Any) -> Any | None:
     sizes = [len(ours[0][1]), len(theirs[0][1])]
     try:
         return _merged([first, second], sizes, torch.cat, lambda lists: lists[0] + lists[1])
-    except (LookupError, TypeError):  # what is beside the tensors differs
+    except Exception:  # what is beside the tensors differs, or a class of its own insists on its rows
         return None
 
 
@@ -131,20 +134,43 @@ def fingerprint(batches: list[Any]) -> str:
     digest = hashlib.sha256()
     for batch in batches:
         for path, tensor in named_tensors(batch):
-            digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(_bytes(tensor))
+            if tensor.layout is not torch.strided:
+                digest.update(str(tensor.layout).encode())
+            for part in _dense_parts(tensor.detach()):
+                digest.update(f"{path} {part.dtype} {tuple(part.shape)}".encode())
+                digest.update(_bytes(part))
     return digest.hexdigest()
 
 
+def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What a sparse or nested tensor is made of; a dense one as it is."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.cpu().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
     # not by its storage, which is that of the whole batch for a part of it, and takes seconds for a megabyte
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def stored(batches: list[Any]) -> list[list[Tensor]] | None:
-    """The tensors alone, on the CPU: what a checkpoint can hold whatever the containers are; None if too large."""
+    """The tensors alone, on the CPU: what a checkpoint can hold whatever the containers are; None if too large.
+
+    None also for tensors of a class of their own, sparse and nested ones: a checkpoint with them could not be loaded
+    with `weights_only`, by anybody.
+    """
     tensors = [[tensor for _, tensor in named_tensors(batch)] for batch in batches]
+    if any(type(t) is not Tensor or t.layout is not torch.strided or t.is_nested for row in tensors for t in row):
+        return None
     if sum(t.numel() * t.element_size() for row in tensors for t in row) > MOST_STORED:
         return None
     return [[t.detach().cpu().clone() for t in row] for row in tensors]
@@ -157,6 +183,8 @@ def restored(batches: list[Any], tensors: list[list[Tensor]]) -> list[Any] | Non
     result = []
     for batch, row in zip(batches, tensors):
         present = [tensor for _, tensor in named_tensors(batch)]
+        if any(type(t) is not Tensor or t.is_nested for t in present):
+            return None
         if len(present) != len(row) or any(
             a.dtype != b.dtype or a.shape[1:] != b.shape[1:] for a, b in zip(present, row)
         ):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from curvmon.tracking.expectation import Expectation
 from curvmon.types import REST
@@ -68,16 +69,19 @@ def circumstances(
         *((f"{WEIGHTS}{name}", parameter) for name, parameter in model.named_parameters()),
         *((f"{BUFFERS}{name}", buffer) for name, buffer in model.named_buffers()),
     ]
-    named = [
-        (name, tensor)
-        for name, tensor in named
-        if tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() >= FEWEST
-    ]
+    named = [(name, tensor) for name, tensor in named if _can_be_weighed(tensor) and tensor.numel() >= FEWEST]
     if named:
         norms = [torch.linalg.vector_norm(tensor.detach(), dtype=_exact_enough(tensor)) for _, tensor in named]
         # one transfer for all of them
         found.update(zip((name for name, _ in named), torch.stack([n.to(norms[0]) for n in norms]).tolist()))
     return found
+
+
+def _can_be_weighed(tensor: Tensor) -> bool:
+    """Not one of eight bits, which are promoted to nothing, nor one without data or shape."""
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided or is_lazy(tensor):
+        return False
+    return tensor.element_size() > 1
 
 
 def _exact_enough(tensor: Tensor) -> torch.dtype:

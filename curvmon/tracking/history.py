@@ -60,7 +60,7 @@ class Snapshot:
             seconds=state["seconds"],
             overhead=state["overhead"],
             skipped=state["skipped"],
-            alerts=state["alerts"],
+            alerts=state.get("alerts", 0),  # before there were any
         )
 
 

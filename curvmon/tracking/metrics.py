@@ -7,7 +7,7 @@ over batches b; C from R as always. Products are no part of it: torchmetrics run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from curvmon.curvature.intervals import small_sample_factor
+from curvmon.errors import InputError
 from curvmon.types import METRICS, Measurement
 
 _SQUARES = ("resonance", "spectral_norm", "gn_norm", "remainder")
@@ -24,7 +25,12 @@ _SQUARES = ("resonance", "spectral_norm", "gn_norm", "remainder")
 class MeanCurvature(Metric):
     """Root mean squares over batches of R, ‖H‖_2, ‖GN‖_F and ‖T‖_F, and the four metrics from them.
 
-    Standard errors: of one batch its own, of several the spread between batches, which includes it.
+    Standard errors: of one batch its own, of several the spread between batches, which includes it. States are float64
+    whatever the precision of the module they are part of.
+
+    Args:
+        nodes: of the measurements to come, in their order.
+        kwargs: those of every torchmetrics Metric.
 
     Example:
         >>> import torch, curvmon
@@ -51,8 +57,10 @@ class MeanCurvature(Metric):
 
     def __init__(self, nodes: Sequence[str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.nodes = tuple(nodes)
+        self.nodes = (nodes,) if isinstance(nodes, str) else tuple(nodes)
         n = len(self.nodes)
+        if not n:
+            raise InputError("nodes is empty; pass those of the measurements to come")
         for name in _SQUARES:
             # sums of squares, and of their squares
             for moment in ("sum", "sum_of_squares"):
@@ -62,9 +70,24 @@ class MeanCurvature(Metric):
         for name in ("count", "loss", "hvps", "seconds"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> MeanCurvature:
+        """Follow the module to its device, not to bfloat16 (Trainer(precision="bf16-true")): errors would be lost."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            try:
+                found = fn(tensor)
+            except TypeError:  # a device without float64
+                return tensor
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, *args, **kwargs)  # type: ignore[return-value]
+
     def update(self, measurement: Measurement) -> None:
+        """Add one; its nodes are those of the metric."""
+        if not isinstance(measurement, Measurement):
+            raise InputError(f"MeanCurvature takes what curvmon.measure returns, not {type(measurement).__name__}")
         if measurement.nodes != self.nodes:
-            raise ValueError(f"a measurement of {measurement.nodes} does not belong to one of {self.nodes}")
+            raise InputError(f"a measurement of {measurement.nodes} does not belong to one of {self.nodes}")
         for name, value in _parts(measurement).items():
             for moment, power in (("sum", 2), ("sum_of_squares", 4)):
                 state = getattr(self, f"{name}_{moment}")
@@ -78,14 +101,15 @@ class MeanCurvature(Metric):
         self.seconds += measurement.seconds
 
     def compute(self) -> dict[str, Tensor]:
-        """The matrices by name, their standard errors as "stderr/resonance" and so on: what a logger can take."""
+        """The matrices by name, their standard errors as "stderr/resonance" and so on; NaN before any update."""
+        return self._matrices()
+
+    def _matrices(self) -> dict[str, Tensor]:
         count = int(self.count.item())
-        if count == 0:
-            raise ValueError("nothing was measured yet")
         factor = small_sample_factor(max(1, count - 1))
         mean, error = {}, {}
         for name in _SQUARES:
-            total, squares = (getattr(self, f"{name}_{moment}").cpu() for moment in ("sum", "sum_of_squares"))
+            total, squares = (getattr(self, f"{name}_{moment}") for moment in ("sum", "sum_of_squares"))
             mean[name] = total / count
             between = (squares / count - mean[name].square()).clamp_min(0) / max(1, count - 1)
             error[name] = factor * between.sqrt() / mean[name].clamp_min(1e-300)  # relative
@@ -104,7 +128,7 @@ class MeanCurvature(Metric):
             "gn_gap": gap * torch.hypot(half["remainder"], half["gn_norm"]),
         }
         if count == 1:
-            spread = {metric: getattr(self, f"{metric}_stderr").cpu() for metric in spread}
+            spread = {metric: getattr(self, f"{metric}_stderr").clone() for metric in spread}
         return {
             "resonance": resonance,
             "coupling": coupling,
@@ -116,18 +140,21 @@ class MeanCurvature(Metric):
         }
 
     def measurement(self) -> Measurement:
-        """`compute` as a `Measurement`: the mean loss, the products and seconds of all."""
-        n, count = len(self.nodes), int(self.count.item())
-        # torchmetrics turns matrices of one entry into scalars
-        found = {name: value.reshape(n, n) for name, value in self.compute().items()}
+        """`compute` as a `Measurement`: the mean loss, the products and seconds of all, of all processes too."""
+        n, alone = len(self.nodes), self._is_synced or not self.sync_on_compute
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=not alone, should_unsync=not alone):
+            found = {name: value.reshape(n, n).cpu() for name, value in self._matrices().items()}
+            count, loss, hvps, seconds = torch.stack([self.count, self.loss, self.hvps, self.seconds]).tolist()
+        if not count:
+            raise InputError("nothing was measured yet")
         return Measurement(
             nodes=self.nodes,
             **{name: value for name, value in found.items() if "/" not in name},
             stderr={metric: found[f"stderr/{metric}"] for metric in METRICS},
-            loss=self.loss.item() / count,
-            hvps=int(self.hvps.item()),
-            seconds=self.seconds.item(),
-            notes=(f"mean over {count} batches",) if count > 1 else (),
+            loss=loss / count,
+            hvps=int(hvps),
+            seconds=seconds,
+            notes=(f"mean over {int(count)} batches",) if count > 1 else (),
             operations={},
         )
 

@@ -110,6 +110,8 @@ class Recipe:
         """The ends of the spectrum and the trace, and the vector from which the next search begins."""
         if start is not None and len(start) != sum(p.numel() for p in model.parameters() if p.requires_grad):
             start = None  # layers were frozen or thawed in the meantime
+        if start is not None and not 0 < torch.linalg.vector_norm(start).item() < float("inf"):
+            start = None  # no direction to begin with
 
         def whole(parts: Sequence[Any]) -> Spectrum:
             return spectrum(
@@ -130,7 +132,8 @@ class Recipe:
             )
 
         found = _in_parts(list(batches), whole)
-        return found.without_vectors(), found.start_vector()
+        # not on the device: training needs the room until then
+        return found.without_vectors(), found.start_vector().cpu()
 
 
 def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:
@@ -142,13 +145,18 @@ def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Res
             parts = [halves(batch) for batch in batches] if is_out_of_memory(error) else None
             if parts is None or all(part is None for part in parts):
                 raise
-        _release()
+        release()
         batches = [piece for batch, part in zip(batches, parts) for piece in (part or (batch,))]
 
 
-def _release() -> None:
+def release() -> None:
+    """What a failed attempt held may still wait for the garbage collector."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where there is no device
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "status_alloc_failed")
+"""the last is of cuBLAS and cuDNN, which ask the driver themselves"""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -156,4 +164,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    return isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)

@@ -20,13 +20,14 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from curvmon import CurvatureMonitor
+from curvmon import AlertRules, CurvatureMonitor
 from curvmon.curvature.operators import GraphOperator
+from curvmon.lightning import taking
 from curvmon.lightning.budget import Plan
 from curvmon.tracking.recipe import Recipe
 
@@ -218,6 +219,64 @@ def failing_product(world: World) -> dict[str, Any]:
         return world.fit(Lit(), monitor, epochs=2)
     finally:
         GraphOperator.remainders = original  # type: ignore[method-assign]
+
+
+def unprepared(rank: int) -> Callable[[World], dict[str, Any]]:
+    """One process fails before the first measurement has begun there; the others are about to divide its products."""
+
+    def scenario(world: World) -> dict[str, Any]:
+        original = taking.standing_still
+        monitor = CurvatureMonitor(initial=False, eigenvalues=0)
+
+        def standing_still(trainer: Any) -> Any:
+            if monitor._validations == 1 and world.rank == rank:
+                raise RuntimeError("not prepared")
+            return original(trainer)
+
+        taking.standing_still = standing_still
+        try:
+            return world.fit(Lit(), monitor, epochs=2)
+        finally:
+            taking.standing_still = original
+
+    return scenario
+
+
+class Loose:
+    """A batch that is no container."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.both = [torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.both[index]
+
+
+def loose(world: World) -> dict[str, Any]:
+    class Sized(Lit):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=12)
+
+    validation = DataLoader(samples(24, 3), batch_size=12, collate_fn=Loose)
+    return world.fit(Sized(), CurvatureMonitor(initial=False, eigenvalues=2), validation=validation)
+
+
+def alerted(on_alert: Any, writable: bool = True) -> Callable[[World], dict[str, Any]]:
+    """Every network has a gap: an alert at the first of three validations."""
+
+    def scenario(world: World) -> dict[str, Any]:
+        rules = AlertRules(changes=False, gn_gap_above=1e-9, lasting=1)
+        monitor = CurvatureMonitor(initial=False, eigenvalues=0, alerts=rules, on_alert=on_alert)
+        folder = world.folder / ("alerts" if writable else "a file")
+        if not writable and world.rank == 0:
+            folder.touch()
+        found = world.fit(
+            Lit(), monitor, ModelCheckpoint(folder, save_top_k=0, save_last=False), epochs=3, enable_checkpointing=True
+        )
+        written = sorted(path.name for path in folder.glob("*.ckpt")) if writable else []
+        return {**found, "alerts": [alert.kind for alert in monitor.alerts], "written": written}
+
+    return scenario
 
 
 def not_finite(world: World) -> dict[str, Any]:
@@ -414,6 +473,12 @@ SCENARIOS: dict[int, dict[str, Callable[[World], dict[str, Any]]]] = {
         "error_without_products": failing("relu", [1], ValueError("only here"), eigenvalues=0),
         "memory": failing("silu", [1], OUT_OF_MEMORY, eigenvalues=0),
         "failing_product": failing_product,
+        "unprepared": unprepared(1),
+        "first_unprepared": unprepared(0),
+        "loose": loose,
+        "alert_stop": alerted("stop"),
+        "alert_checkpoint": alerted("checkpoint"),
+        "alert_unwritable": alerted("checkpoint", writable=False),
         "not_finite": not_finite,
         "unequal": unequal([3, 1]),
         "second_without": unequal([2, 0]),

@@ -206,10 +206,8 @@ def test_turns_balance_costs_that_fall_with_the_position(members: int) -> None:
     [
         (2, "error"),
         (2, "error_of_the_first"),
-        (2, "error_in_the_search"),
         (2, "error_without_products"),
         (3, "error"),
-        (3, "error_in_the_search"),
     ],
 )
 def test_an_error_of_one_process_skips_the_measurement_on_all(worlds: Any, processes: int, scenario: str) -> None:
@@ -219,6 +217,46 @@ def test_an_error_of_one_process_skips_the_measurement_on_all(worlds: Any, proce
     (warning,) = ranks[0]["warnings"]
     assert "not measured: ValueError: only here" in warning
     assert all(not one["warnings"] for one in ranks[1:])
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_an_error_of_the_search_leaves_the_pairs(worlds: Any, processes: int) -> None:
+    ranks = worlds(processes, "error_in_the_search")
+    check_agreement(ranks, 4)
+    history = ranks[0]["monitors"][0]["history"]
+    assert [h["measurement"] is not None for h in history] == [True] * 4
+    assert [h["spectrum"] is not None for h in history] == [True, False, False, True]
+    (warning,) = ranks[0]["warnings"]
+    assert "eigenvalues not measured: ValueError: only here. The pairs of layers are" in warning
+    assert all(not one["warnings"] for one in ranks[1:])
+    check_numbers(ranks[0], "silu")
+
+
+@pytest.mark.parametrize("scenario", ["unprepared", "first_unprepared"])
+def test_a_process_that_cannot_begin_keeps_nobody_waiting(worlds: Any, scenario: str) -> None:
+    ranks = worlds(2, scenario)
+    check_agreement(ranks, 1)
+    (warning,) = ranks[0]["warnings"]
+    assert "not measured: RuntimeError: not prepared" in warning
+    check_numbers(ranks[0], "silu")
+
+
+def test_a_batch_that_is_an_object(worlds: Any) -> None:
+    ranks = worlds(2, "loose")
+    check_agreement(ranks, 1)
+    assert not ranks[0]["warnings"] and ranks[0]["monitors"][0]["probe"]["source"] == "val"
+
+
+@pytest.mark.parametrize("scenario", ["alert_stop", "alert_checkpoint", "alert_unwritable"])
+def test_all_processes_do_what_an_alert_asks_for(worlds: Any, scenario: str) -> None:
+    ranks = worlds(2, scenario)
+    epochs = 1 if scenario == "alert_stop" else 3
+    check_agreement(ranks, epochs)
+    assert [one["epochs"] for one in ranks] == [epochs] * 2
+    assert [one["alerts"] for one in ranks] == [["gn_gap_above"]] * 2
+    assert len(ranks[0]["written"]) == (scenario == "alert_checkpoint")
+    told = [line for line in ranks[0]["warnings"] if "no checkpoint of an alert was written" in line]
+    assert len(told) == len(ranks[0]["warnings"]) == (scenario == "alert_unwritable")
 
 
 def test_out_of_memory_on_one_process(worlds: Any) -> None:

@@ -86,10 +86,11 @@ class Hungry(Regression):
     [
         RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         torch.OutOfMemoryError("no text"),
         MemoryError(),
     ],
-    ids=["cuda", "cpu", "torch", "python"],
+    ids=["cuda", "cpu", "cublas", "torch", "python"],
 )
 def test_out_of_memory_halves_the_batch(error: BaseException) -> None:
     module, monitor = seeded(Hungry, lambda epoch: 10, error), CurvatureMonitor()
@@ -390,6 +391,13 @@ def test_a_name_that_no_module_has_is_raised_before_training(options: Any, messa
         ({"max_overhead": "5 %"}, "max_overhead must be None or a share of the training time, not '5 %'"),
         ({"rtol": 0.0}, "rtol must be positive, not 0.0"),
         ({"rtol": float("nan")}, "rtol must be positive, not nan"),
+        ({"probe_size": True}, "probe_size must be a whole number of at least 1, not True"),
+        ({"every_n_train_steps": True}, "every_n_train_steps must be None or a whole number of at least 1, not True"),
+        ({"eigenvalues": True}, "eigenvalues must be a whole number, 0 for none, not True"),
+        ({"max_overhead": True}, "max_overhead must be None or a share of the training time, not True"),
+        ({"verbose": "no"}, "verbose must be True or False, not 'no'"),
+        ({"heatmaps": None}, "heatmaps must be True or False, not None"),
+        ({"log_key_prefix": None}, 'log_key_prefix must be a text, "probe/" say, not None'),
         ({"log_pairs": "never"}, "log_pairs must be True, False or \"auto\", not 'never'"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), not -1"),
         ({"seed": 0.5}, "seed must be an integer, not 0.5"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MetricCollection
 
 import curvmon
 from curvmon.tracking.metrics import MeanCurvature, combined
@@ -133,11 +134,10 @@ def test_it_is_a_metric(measured: Any) -> None:
     assert_same(pickle.loads(pickle.dumps(metric)).measurement(), updated(measured).measurement())
     metric.reset()
     assert metric.count == 0
-    with (
-        pytest.warns(UserWarning, match="before the ``update``"),
-        pytest.raises(ValueError, match="nothing was measured"),
-    ):
-        metric.compute()
+    with pytest.warns(UserWarning, match="before the ``update``"):
+        assert all(metric.compute()[name].isnan().all() for name in METRICS)
+    with pytest.raises(ValueError, match="nothing was measured"):
+        metric.measurement()
     metric.update(measured[3])
     assert_same(metric.measurement(), measured[3])
 
@@ -171,6 +171,78 @@ def test_one_node_is_a_matrix_all_the_same(measured: Any) -> None:
 def test_other_nodes_are_refused(measured: Any) -> None:
     with pytest.raises(ValueError, match="does not belong to one of"):
         MeanCurvature(["0", "4"]).update(measured[0])
+
+
+@pytest.mark.parametrize("shares", [(2, 3), (0, 5)])
+def test_a_measurement_is_of_all_processes(measured: Any, shares: tuple[int, int]) -> None:
+    """Its matrices, and its loss and products as well; afterwards each process has its own states again."""
+    other = MeanCurvature(NODES)
+    for measurement in measured[shares[0] :]:
+        other.update(measurement)
+
+    def gather(tensor: Tensor, group: Any) -> list[Tensor]:
+        name = next(name for name in metric._reductions if getattr(metric, name) is tensor)
+        return [tensor, getattr(other, name)]
+
+    metric = MeanCurvature(NODES, dist_sync_fn=gather, distributed_available_fn=lambda: True)
+    for measurement in measured[: shares[0]]:
+        metric.update(measurement)
+    for _ in range(2):
+        assert_same(metric.measurement(), updated(measured).measurement())
+        assert metric.measurement().notes == ("mean over 5 batches",)
+        assert metric.count == shares[0]
+    metric.sync(dist_sync_fn=gather)
+    assert_same(metric.measurement(), updated(measured).measurement())
+    metric.unsync()
+    assert metric.count == shares[0]
+
+
+def test_processes_that_have_nothing_can_go_on(measured: Any) -> None:
+    """torchmetrics leaves a metric locked if `compute` raises between the processes' sum and its end."""
+    metric = MeanCurvature(
+        NODES, dist_sync_fn=lambda tensor, group: [tensor, tensor], distributed_available_fn=lambda: True
+    )
+    with pytest.warns(UserWarning, match="before the ``update``"):
+        metric.compute()
+    with pytest.raises(ValueError, match="nothing was measured"):
+        metric.measurement()
+    metric.update(measured[0])
+    close(metric.measurement().resonance, measured[0].resonance)
+
+
+def test_states_keep_their_precision_in_any_module(measured: Any) -> None:
+    module = nn.ModuleDict({"curvature": updated(measured)})
+    for convert in (
+        lambda: module.to(torch.bfloat16),
+        lambda: module.half(),
+        lambda: module["curvature"].set_dtype(torch.float16),
+        lambda: module.to("cpu", torch.float32),
+    ):
+        convert()
+        metric: Any = module["curvature"]
+        assert all(getattr(metric, name).dtype == torch.float64 for name in metric._reductions)
+        assert_same(metric.measurement(), updated(measured).measurement())
+        metric.reset()
+        for measurement in measured:
+            metric.update(measurement)
+    assert module.to("meta")["curvature"].count.is_meta  # it does follow to devices
+
+
+def test_what_it_takes(measured: Any) -> None:
+    assert MeanCurvature("0").nodes == ("0",)
+    with pytest.raises(ValueError, match="nodes is empty"):
+        MeanCurvature([])
+    with pytest.raises(ValueError, match=r"takes what curvmon\.measure returns, not Tensor"):
+        MeanCurvature(NODES).update(measured[0].resonance)
+
+
+def test_in_a_collection(measured: Any) -> None:
+    collection = MetricCollection({"curvature": MeanCurvature(NODES)}, prefix="val_")
+    for measurement in measured:
+        collection.update(measurement)
+    found = collection.clone().compute()
+    close(found["val_resonance"], updated(measured).compute()["resonance"])
+    close(found["val_stderr/gn_gap"], updated(measured).compute()["stderr/gn_gap"])
 
 
 # ---- standard errors ----
