@@ -6,38 +6,24 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, Optional, Union
 
-from torch import Tensor
-
 from curvmon.errors import CurvmonError
-from curvmon.lightning import figures
+from curvmon.lightning.alerting import Alerting
 from curvmon.lightning.base import CallbackBase, warn
 from curvmon.lightning.budget import Budget, Plan
-from curvmon.lightning.canvas import available
-from curvmon.lightning.crew import RemoteError
-from curvmon.lightning.delivery import act, deliver
+from curvmon.lightning.measuring import Measuring
 from curvmon.lightning.probe import Probe
 from curvmon.lightning.progress import progress
 from curvmon.lightning.ranks import Ranks
-from curvmon.lightning.running_loss import RunningLoss
+from curvmon.lightning.report import Report
 from curvmon.lightning.settings import check_settings
-from curvmon.lightning.sinks import Draw, Sinks, publish
-from curvmon.lightning.steps import step_loss
-from curvmon.lightning.summary import say, summary
 from curvmon.lightning.support import check_nodes, has_no_shape_yet, refusal, validates, validates_unevenly
-from curvmon.lightning.taking import Outcome, take
-from curvmon.tracking.alarms import Alarms
-from curvmon.tracking.circumstances import Circumstances, circumstances
+from curvmon.lightning.taking import Outcome
 from curvmon.tracking.history import History, Snapshot
-from curvmon.tracking.keys import scalars
 from curvmon.tracking.recipe import Recipe, untold
 from curvmon.tracking.rules import AlertRules
 from curvmon.types import METRICS, Alert, Measurement, Metric, Spectrum
-
-MOST_STORED_START = 2**24
-"""entries of the vector from which the next search for eigenvalues begins that go into a checkpoint: 64 MiB"""
 
 
 class CurvatureMonitor(CallbackBase):
@@ -130,23 +116,17 @@ class CurvatureMonitor(CallbackBase):
         self._every_n_train_steps = every_n_train_steps
         self._initial = initial
         self._loss = loss
-        self._log_pairs = log_pairs
-        self._heatmaps = heatmaps
         self._prefix = log_key_prefix
-        self._verbose = verbose
         self._strict = strict
         self._recipe = Recipe(
             pairs=bool(self._metrics), nodes=self._nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
         )
         self._budget = Budget(max_overhead)
         self._history = History(history_size)
-        self._sinks = Sinks(log_key_prefix)
-        self._alarms = Alarms(alerts if isinstance(alerts, AlertRules) else None) if alerts else None
-        self._on_alert = on_alert
-        self._told: list[Alert] = []
-        self._losses = RunningLoss()
         self._probe = Probe(probe_size, probe_batches, data)
-        self._start: Tensor | None = None
+        self._measuring = Measuring(self._recipe, self._probe, loss)
+        self._alerting = Alerting(alerts, on_alert, log_key_prefix)
+        self._report = Report(self._metrics, log_pairs, heatmaps, log_key_prefix, verbose)
         self._ranks: Ranks | None = None
         self._active = False
         self._loaded = False
@@ -172,12 +152,12 @@ class CurvatureMonitor(CallbackBase):
     @property
     def alerts(self) -> list[Alert]:
         """What was told in this run, oldest first; earlier runs of a resumed training included."""
-        return [alert for alert in self._told if alert.level != "info"]
+        return self._alerting.alerts
 
     @property
     def notices(self) -> list[Alert]:
         """What is worth knowing but no reason to worry: the edge of stability was reached, say."""
-        return [alert for alert in self._told if alert.level == "info"]
+        return self._alerting.notices
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -202,7 +182,7 @@ class CurvatureMonitor(CallbackBase):
         if self._active:
             check_nodes(pl_module, self._nodes)
             check_nodes(pl_module, None if self._recipe.output is None else [self._recipe.output])
-            if self._heatmaps and not available():
+            if self._report.lacks_pictures:
                 self._warn("heatmaps need matplotlib (pip install matplotlib); numbers are logged all the same")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -254,7 +234,7 @@ class CurvatureMonitor(CallbackBase):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._active:
-            self._losses.see(outputs)
+            self._alerting.losses.see(outputs)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=_step(trainer))
@@ -286,7 +266,9 @@ class CurvatureMonitor(CallbackBase):
         last = self._history.last
         try:
             with progress(trainer, None if last is None else last.hvps) as self._recipe.tick:
-                outcome = self._outcome(trainer, pl_module, plan)
+                outcome = self._measuring.outcome(
+                    trainer, pl_module, self._ranks, plan.share, is_first=last is None, warn=self._warn
+                )
         finally:
             self._recipe.tick = untold
         seconds = time.perf_counter() - began
@@ -300,98 +282,22 @@ class CurvatureMonitor(CallbackBase):
         snapshot = Snapshot(
             step=step,
             epoch=trainer.current_epoch,
-            measurement=self._noted(outcome),
+            measurement=outcome.measurement,
             spectrum=outcome.spectrum,
             seconds=clocks[0],
             overhead=clocks[1],
             skipped=clocks[2],
         )
         self._compare_nodes(snapshot)
-        fresh: list[Alert] = []
-        if self._alarms is not None:
-            fresh = self._alarms.update(snapshot, self._history.last, self._circumstances(trainer, pl_module, snapshot))
-            fresh += self._lost_eigenvalues(outcome, snapshot)
-        self._told += fresh
-        snapshot = replace(snapshot, alerts=len(self.alerts))
-        self._history.append(snapshot)
-        self._report(trainer, snapshot, fresh)
-        self._tell(trainer, fresh)
+        fresh = self._alerting.look(trainer, pl_module, snapshot, last, self._ranks)
+        if outcome.kind == "diverged" and (last is None or last.spectrum is not None):
+            # the curvature of the parameters is not finite any more, although that between the layers still is
+            fresh += self._alerting.diverged(outcome.error, step, snapshot.epoch)
+        self._history.append(replace(snapshot, alerts=len(self.alerts)))
+        self._report.write(trainer, list(self._history), self.alerts, fresh)
+        self._alerting.tell(trainer, fresh)
         # pictures and logging cost time as well
         self._budget.measured += time.perf_counter() - began - seconds
-
-    def _outcome(self, trainer: Any, pl_module: Any, plan: Plan) -> Outcome:
-        """Try until it works: the other kind of batch if this is the first time, fewer samples if memory is short."""
-        assert self._ranks is not None
-        begun, refused, missing = self._probe.position(), None, None
-        wanted = self._recipe.pairs, self._recipe.eigenvalues
-        while True:
-            outcome, start = self._attempt(trainer, pl_module, plan, self._ranks)
-            if outcome.succeeded:
-                if outcome.error is not None:
-                    outcome, missing = self._without_eigenvalues(outcome, missing)
-                self._start = self._known_to_all(start)
-                self._probe.settle()
-                if refused is not None:
-                    self._warn(f"measured on the first training batch, not on a validation batch: {refused}")
-                if missing is not None:
-                    what = "pairs of layers" if missing.part == "pairs" else "eigenvalues"
-                    self._warn(f"{what} are not measured in this run: {missing.error}")
-                return outcome
-            if outcome.kind == "memory" and self._probe.halve():
-                continue
-            of_batch = outcome.kind in ("input", "passing", "diverged") and not len(self._history)
-            if of_batch and self._probe.fall_back(self._ranks):
-                refused = outcome.error
-                continue
-            self._probe.back_to(begun)
-            if outcome.kind in ("permanent", "input") and self._recipe.without(outcome.part):
-                refused, missing = None, outcome
-                continue
-            self._recipe.pairs, self._recipe.eigenvalues = wanted
-            return outcome
-
-    def _without_eigenvalues(self, outcome: Outcome, missing: Outcome | None) -> tuple[Outcome, Outcome | None]:
-        """The pairs are there. What can never work is not tried again; of anything else a warning and a note tell."""
-        if outcome.kind in ("permanent", "input") and self._recipe.without("spectrum"):
-            return replace(outcome, error=None), outcome
-        self._warn(
-            f"eigenvalues not measured: {outcome.error}. The pairs of layers are; the next validation is tried again",
-            f"eigenvalues {outcome.kind}",
-        )
-        return outcome, missing
-
-    def _attempt(self, trainer: Any, pl_module: Any, plan: Plan, ranks: Ranks) -> tuple[Outcome, Tensor | None]:
-        try:
-            batches = self._probe.batches(ranks, pl_module.device, self._warn)
-        except RemoteError as error:
-            return Outcome(error=f"the batch cannot be shared among processes ({error})", kind="input"), None
-        if batches is None:
-            odd = self._probe.obstacle
-            reason = "no batch has passed yet" if odd is None else f"the batches that pass cannot be copied ({odd})"
-            return Outcome(error=reason, kind="passing"), None
-        loss = self._loss or step_loss(pl_module)
-        return take(self._recipe, trainer, pl_module, batches, loss, ranks=ranks, share=plan.share, start=self._start)
-
-    def _known_to_all(self, start: Tensor | None) -> Tensor | None:
-        """Another process may look for eigenvalues than the one that writes checkpoints."""
-        assert self._ranks is not None
-        searcher = self._ranks.spectrum_rank
-        if searcher == 0 or not self._recipe.eigenvalues:
-            return start
-        told = self._ranks.agreed(_storable(start), source=searcher)
-        return start if self._ranks.rank == searcher else told
-
-    def _circumstances(self, trainer: Any, pl_module: Any, snapshot: Snapshot) -> Circumstances:
-        """The first process's: training losses and running statistics differ from one to the next."""
-        assert self._ranks is not None
-        values = circumstances(pl_module, trainer.optimizers, self._losses.take())
-        found = snapshot.measurement
-        return Circumstances(self._ranks.agreed(values), {} if found is None else found.operations)
-
-    def _noted(self, outcome: Outcome) -> Measurement | None:
-        found = outcome.measurement
-        lacking = () if outcome.error is None else (f"no eigenvalues: {outcome.error}",)
-        return None if found is None else replace(found, notes=(*self._probe.notes, *found.notes, *lacking))
 
     def _compare_nodes(self, snapshot: Snapshot) -> None:
         before = self._history.nodes
@@ -401,34 +307,13 @@ class CurvatureMonitor(CallbackBase):
                 "the series of pairs start anew"
             )
 
-    def _tell(self, trainer: Any, alerts: Sequence[Alert]) -> None:
-        for alert in alerts:
-            if trainer.is_global_zero:
-                deliver(trainer, alert, f"{self._prefix}curvmon/alert")
-        if any(alert.level != "info" for alert in alerts):
-            self._act(trainer, [alert for alert in alerts if alert.level != "info"])
-
-    def _act(self, trainer: Any, alerts: Sequence[Alert]) -> None:
-        """A checkpoint is written once, whatever the number of alerts."""
-        for alert in alerts[:1] if isinstance(self._on_alert, str) else alerts:
-            act(trainer, alert, self._on_alert)
-
-    def _lost_eigenvalues(self, outcome: Outcome, snapshot: Snapshot) -> list[Alert]:
-        """Where the curvature of the parameters is not finite any more, although that between the layers still is."""
-        last = self._history.last
-        if self._alarms is None or outcome.kind != "diverged" or (last is not None and last.spectrum is None):
-            return []
-        return self._alarms.diverged(outcome.error or "", snapshot.step, snapshot.epoch)
-
     def _failed(self, trainer: Any, outcome: Outcome, step: int) -> None:
         """One warning of every kind; what cannot work later is not tried again."""
-        if outcome.kind == "diverged" and self._alarms is not None:
-            fresh = self._alarms.diverged(outcome.error or "", step, trainer.current_epoch)
-            self._told += fresh
-            if fresh and trainer.is_global_zero:
-                count = {f"{self._prefix}curvmon/alerts": float(len(self.alerts))}
-                self._sinks.write(trainer, count, {}, step)
-            self._tell(trainer, fresh)
+        if outcome.kind == "diverged":
+            fresh = self._alerting.diverged(outcome.error, step, trainer.current_epoch)
+            if fresh:
+                self._report.count(trainer, self.alerts, step)
+            self._alerting.tell(trainer, fresh)
         if outcome.kind in ("permanent", "input"):
             self._active = False
             self._warn(f"not measured: {outcome.error}. This run is not monitored any more; training goes on")
@@ -436,33 +321,6 @@ class CurvatureMonitor(CallbackBase):
             self._warn(
                 f"not measured: {outcome.error}. Training goes on; the next validation is tried again", outcome.kind
             )
-
-    def _report(self, trainer: Any, snapshot: Snapshot, alerts: Sequence[Alert] = ()) -> None:
-        values = scalars(snapshot, metrics=self._metrics, pairs=self._log_pairs)
-        values = {f"{self._prefix}{key}": value for key, value in values.items()}
-        publish(trainer, values)
-        if trainer.is_global_zero:
-            values["epoch"] = float(snapshot.epoch)
-            self._sinks.write(trainer, values, self._pictures(snapshot, alerts), snapshot.step)
-            if self._verbose:
-                say(trainer, summary(snapshot))
-
-    def _pictures(self, snapshot: Snapshot, alerts: Sequence[Alert]) -> dict[str, Draw]:
-        if not self._heatmaps or not available():
-            return {}
-        pictures: dict[str, Draw] = {}
-        found, when = snapshot.measurement, f"step {snapshot.step}"
-        marked = [pair for alert in alerts if alert.level != "info" for pair in (alert.where, *alert.others)]
-        if found is not None:
-            for metric in self._metrics:
-                title = f"{figures.TITLES[metric]}, {when}"
-                pictures[f"{self._prefix}heatmap/{metric}"] = partial(figures.heatmap, found, metric, title, marked)
-            pictures[f"{self._prefix}by_distance"] = partial(figures.by_distance, found, when, self._metrics)
-        if snapshot.spectrum is not None:
-            pictures[f"{self._prefix}spectrum"] = partial(
-                figures.spectrum_over_time, list(self._history), "", [alert.step for alert in self.alerts]
-            )
-        return pictures
 
     def _trained(self) -> float:
         """Seconds of training so far, measuring left out, earlier runs of a resumed training included."""
@@ -488,12 +346,9 @@ class CurvatureMonitor(CallbackBase):
             "version": 1,
             "history": self._history.state_dict(),
             "budget": self._budget.state_dict(),
-            "probe": self._probe.state_dict(),
-            "start": _storable(self._start),
             "validations": self._validations,
-            "full_products": self._recipe.full_products,
-            "alarms": None if self._alarms is None else self._alarms.state_dict(),
-            "told": [alert.to_dict() for alert in self._told],
+            **self._measuring.state_dict(),
+            **self._alerting.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -508,23 +363,15 @@ class CurvatureMonitor(CallbackBase):
             self._warn(f"the checkpoint's state of CurvatureMonitor cannot be read ({reason}): its series starts anew")
 
     def _take_over(self, state: dict[str, Any]) -> None:
-        """All of it or nothing; alerts are missing in states from before there were any."""
-        parts = copy.deepcopy((self._history, self._budget, self._probe, self._alarms))
-        history, budget, probe, alarms = parts
+        """All of it or nothing."""
+        history, budget, probe = copy.deepcopy((self._history, self._budget, self._probe))
         history.load_state_dict(state["history"])
         budget.load_state_dict(state["budget"])
         probe.load_state_dict(state["probe"])
-        if alarms is not None and state.get("alarms") is not None:
-            alarms.load_state_dict(state["alarms"])
-        told = [Alert.from_dict(alert) for alert in state.get("told", ())]
-        self._start, self._validations = state["start"], state["validations"]
-        self._recipe.full_products = state["full_products"]
-        self._history, self._budget, self._probe, self._alarms = parts
-        self._told = told
-
-
-def _storable(start: Tensor | None) -> Tensor | None:
-    return None if start is None or len(start) > MOST_STORED_START else start.cpu()
+        start, validations, products = state["start"], state["validations"], state["full_products"]
+        self._alerting.load_state_dict(state)
+        self._history, self._budget, self._probe, self._measuring.probe = history, budget, probe, probe
+        self._measuring.start, self._validations, self._recipe.full_products = start, validations, products
 
 
 def _step(trainer: Any) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from curvmon import CurvatureMonitor
-from curvmon.lightning import callback
+from curvmon.lightning import callback, measuring
 from curvmon.lightning.budget import FREE_SECONDS, LEAST_SHARE, Budget, Plan
 from curvmon.lightning.taking import take
 from tests.lightning.test_zoo import QUIET
@@ -181,7 +181,7 @@ class Run:
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(callback, "take", taken)
+            patch.setattr(measuring, "take", taken)
             torch.manual_seed(0)
             trainer = pl.Trainer(callbacks=[Timed(clock), self.monitor], **{**QUIET, "max_epochs": epochs})
             trainer.fit(Regression(), DataLoader(REGRESSION, BATCH), DataLoader(REGRESSION_VAL, BATCH))

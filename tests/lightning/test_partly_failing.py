@@ -117,7 +117,7 @@ def test_what_waits_for_the_next_search_is_not_on_the_device(monkeypatch: pytest
     monkeypatch.setattr(curvmon.Spectrum, "start_vector", lambda self: original(self).as_subclass(Elsewhere))
     monitor = CurvatureMonitor(metrics=[], eigenvalues=1, initial=False)
     assert not trained(Regression(), monitor, loaders())
-    assert len(moved) == 1 and type(monitor._start) is Tensor
+    assert len(moved) == 1 and type(monitor._measuring.start) is Tensor
 
 
 def test_a_start_without_direction_is_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""The alerts of a run: what raises them, what was told so far, and how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from curvmon.lightning.delivery import act, deliver
+from curvmon.lightning.ranks import Ranks
+from curvmon.lightning.running_loss import RunningLoss
+from curvmon.tracking.alarms import Alarms
+from curvmon.tracking.circumstances import Circumstances, circumstances
+from curvmon.tracking.history import Snapshot
+from curvmon.tracking.rules import AlertRules
+from curvmon.types import Alert
+
+
+class Alerting:
+    """Every process comes to the same alerts; the first one delivers them."""
+
+    def __init__(
+        self, rules: bool | AlertRules, on_alert: Callable[[Alert], Any] | str | None, log_key_prefix: str
+    ) -> None:
+        self._rules = rules if isinstance(rules, AlertRules) else None
+        self._alarms = Alarms(self._rules) if rules else None
+        self._on_alert = on_alert
+        self._key = f"{log_key_prefix}curvmon/alert"
+        self.losses = RunningLoss()
+        self.told: list[Alert] = []
+        """notices included"""
+
+    @property
+    def alerts(self) -> list[Alert]:
+        return [alert for alert in self.told if alert.level != "info"]
+
+    @property
+    def notices(self) -> list[Alert]:
+        return [alert for alert in self.told if alert.level == "info"]
+
+    def look(self, trainer: Any, module: Any, snapshot: Snapshot, before: Snapshot | None, ranks: Ranks) -> list[Alert]:
+        """What a new snapshot gives rise to."""
+        if self._alarms is None:
+            return []
+        values = circumstances(module, trainer.optimizers, self.losses.take())
+        found = snapshot.measurement
+        # the first process's: training losses and running statistics differ from one to the next
+        around = Circumstances(ranks.agreed(values), {} if found is None else found.operations)
+        return self._remembered(self._alarms.update(snapshot, before, around))
+
+    def diverged(self, reason: str | None, step: int, epoch: int) -> list[Alert]:
+        """What a measurement gives rise to that found nothing finite."""
+        return [] if self._alarms is None else self._remembered(self._alarms.diverged(reason or "", step, epoch))
+
+    def _remembered(self, fresh: list[Alert]) -> list[Alert]:
+        self.told += fresh
+        return fresh
+
+    def tell(self, trainer: Any, fresh: Sequence[Alert]) -> None:
+        if trainer.is_global_zero:
+            for alert in fresh:
+                deliver(trainer, alert, self._key)
+        serious = [alert for alert in fresh if alert.level != "info"]
+        # a checkpoint is written once, whatever the number of alerts
+        for alert in serious[:1] if isinstance(self._on_alert, str) else serious:
+            act(trainer, alert, self._on_alert)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "alarms": None if self._alarms is None else self._alarms.state_dict(),
+            "told": [alert.to_dict() for alert in self.told],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """All of it or nothing; a state from before there were alerts has none of it."""
+        alarms = None if self._alarms is None else Alarms(self._rules)
+        if alarms is not None and state.get("alarms") is not None:
+            alarms.load_state_dict(state["alarms"])
+        told = [Alert.from_dict(alert) for alert in state.get("told", ())]
+        self._alarms, self.told = alarms, told
