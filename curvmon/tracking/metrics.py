@@ -63,6 +63,7 @@ class MeanCurvature(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, measurement: Measurement) -> None:
+        """One more measurement, of the same nodes."""
         if measurement.nodes != self.nodes:
             raise ValueError(f"a measurement of {measurement.nodes} does not belong to one of {self.nodes}")
         for name, value in _parts(measurement).items():
