@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo bench bench-spectrum bench-alerts lint format types check clean
+.PHONY: test demo docs bench bench-spectrum bench-alerts lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
+
+docs: $(READY)
+	PYTHONPATH=. $(BIN)/python docs/make_api.py
 
 # about half an hour; DATA=cifar10_subset.npz for real images
 bench: $(READY)

@@ -1,20 +1,65 @@
-"""What the README shows is what happens."""
+"""What README and docs show is what happens, and where they point there is something."""
 
 from __future__ import annotations
 
 import doctest
 import re
+import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+import yaml
 
-README = Path(__file__).parents[1] / "README.md"
+import curvmon
+from tests.lightning.smoke import module_of
+
+ROOT = Path(__file__).parents[1]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+# by its path: some package in an environment may install a folder named docs
+API = runpy.run_path(str(DOCS / "make_api.py"))
+QUICK_START, MAP = DOCS / "quick-start.md", DOCS / "architecture.md"
+PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("examples/**/*.md")]
 
 
-def test_the_readme_example_prints_its_table() -> None:
-    text = README.read_text()
-    code = re.search(r"```python\n(.*?)```\n```\n(.*?)```", text, re.DOTALL)
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`|<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [README, QUICK_START], ids=lambda path: path.name)
+def test_code_runs(path: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {
+        "Trainer": partial(
+            pl.Trainer, max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        ),
+        "module": module_of(pl)(),
+        "model": torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)),
+        "batch": (torch.randn(16, 5), torch.randint(3, (16,))),
+        "F": F,
+    }  # fmt: skip
+    for code in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        exec(code, names)
+    assert isinstance(names["m"], curvmon.Measurement)
+    assert names["s"].converged.all()
+    if path == README:
+        (monitor,) = (c for c in names["trainer"].callbacks if isinstance(c, curvmon.CurvatureMonitor))
+        assert len(monitor.history) == 2
+
+
+def test_the_quick_start_prints_its_table() -> None:
+    code = re.search(r"```python\n([^`]*print\(m\)\n)```\n```\n(.*?)```", QUICK_START.read_text(), re.DOTALL)
     assert code is not None
     names: dict[str, Any] = {}
     exec(code.group(1), names)
@@ -27,12 +72,79 @@ def test_the_readme_example_prints_its_table() -> None:
         assert float(ours[2]) == pytest.approx(float(theirs[2]), rel=2e-2)
 
 
+def test_figures_of_the_readme_are_those_of_the_tables() -> None:
+    text, table = README.read_text(), (DOCS / "speed-table.md").read_text()
+    rows = [line for line in text.splitlines() if " passes" in line and line.startswith("|") and "× less" in line]
+    assert len(rows) == 3
+    for row in rows:
+        passes, ratio = re.findall(r"([\d.]+) passes", row)[0], re.findall(r"(\d+) × less", row)[0]
+        assert f"**{passes}**" in table and f"**{ratio}**" in table, row
+        memory = re.findall(r"([\d.]+) × \|$", row)[0]
+        assert memory in {f"{float(value):.1f}" for value in re.findall(r"MiB \| \*\*([\d.]+)\*\*", table)}, row
+    spectrum = (DOCS / "spectrum-table.md").read_text()
+    found = re.search(
+        r"take (\d+) Hessian-vector products \((\d+) with.*?eigsh\s+takes (\d+), PyHessian (\d+)", text, re.S
+    )
+    assert found is not None
+    names = ["curvmon", "curvmon, verified by a second start", "eigsh on curvlinops", "PyHessian"]
+    for name, products in zip(names, found.groups()):
+        (row, *_) = (line for line in spectrum.splitlines() if line.startswith(f"| {name} |"))
+        assert row.split("|")[4].split("(")[0].strip(" *") == products
+
+
 def test_examples_in_the_docs() -> None:
-    for path in README.parent.glob("docs/*.md"):
+    for path in set(DOCS.glob("*.md")) - {API["PAGE"]}:  # those of the API are run where they stand
         assert doctest.testfile(str(path), module_relative=False).failed == 0, path.name
 
 
-def test_links_lead_somewhere() -> None:
-    for path in [README, *README.parent.glob("docs/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text())):
+        if not link.startswith(("http://", "https://")):
+            target, _, anchor = link.partition("#")
+            there = path.parent / target if target else path
+            assert there.exists(), link
+            assert not anchor or anchor in anchors(there), link
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "README.md").read_text()
+    assert [path.name for path in DOCS.glob("*.md") if path.name != "README.md" and f"({path.name})" not in index] == []
+
+
+def test_the_api_reference_is_current() -> None:
+    assert API["PAGE"].read_text() == API["page"](), "run `make docs`"
+
+
+def test_the_api_reference_has_all_public_names() -> None:
+    named = [name for names in API["SECTIONS"].values() for name in names]
+    assert sorted([*named, "closed_form", "__version__"]) == sorted(curvmon.__all__)
+
+
+@pytest.mark.parametrize("folder", ["curvmon", "curvmon/curvature", "curvmon/tracking", "curvmon/lightning"])
+def test_the_map_has_every_room_once(folder: str) -> None:
+    section = re.search(rf"^## {folder}/.*?\n(.*?)(?=^## )", MAP.read_text(), re.DOTALL | re.MULTILINE)
+    assert section is not None
+    rooms = re.findall(r"^\| `(\w+)` \| \S", section.group(1), re.MULTILINE)
+    assert sorted(rooms) == sorted(path.stem for path in (ROOT / folder).glob("*.py"))
+
+
+def test_the_house_has_no_other_floors() -> None:
+    floors = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "curvmon").rglob("*.py")}
+    assert floors == {"curvmon", "curvmon/curvature", "curvmon/tracking", "curvmon/lightning"}
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["title"], cited["version"]) == ("curvmon", curvmon.__version__)
+    assert len(cited["references"]) == 2
+
+
+def test_the_workflow_runs_what_is_run_here() -> None:
+    path = ROOT / ".github/workflows/ci.yml"
+    if not path.exists():
+        pytest.skip("the sdist has no workflows")
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run", ".ci/release dist"]
+    assert all((ROOT / command.split()[0]).exists() for command in commands)

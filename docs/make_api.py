@@ -1,0 +1,171 @@
+"""Writes docs/api.md from the docstrings of the public names: `make docs`. A test checks that it is current."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import curvmon
+from curvmon.lightning.workspace import wandb_workspace
+from curvmon.tracking.metrics import MeanCurvature
+
+PAGE = Path(__file__).with_name("api.md")
+SECTIONS: dict[str, list[str]] = {
+    "Functions": ["measure", "exact", "spectrum", "stability_limit"],
+    "The monitor": ["CurvatureMonitor", "AlertRules", "ChangeDetector", "Sensitivity"],
+    "Records": [
+        "Measurement",
+        "ExactMeasurement",
+        "Pair",
+        "Spectrum",
+        "GroupSpectrum",
+        "Density",
+        "StabilityLimit",
+        "Alert",
+    ],
+    "Errors": [
+        "CurvmonError",
+        "InputError",
+        "NodeError",
+        "LossError",
+        "DivergedError",
+        "NonFiniteError",
+        "DoubleBackwardError",
+    ],
+}
+"""every name in `curvmon.__all__` apart from `closed_form`, a module, and the version"""
+FURTHER = {"curvmon.tracking.metrics.MeanCurvature": MeanCurvature, "curvmon.lightning.workspace": wandb_workspace}
+_HOOK = re.compile(r"(on_|setup|state_dict|load_state_dict|state_key)")
+
+
+def page() -> str:
+    parts = [
+        "# API reference\n\nMade from the docstrings by `make docs`; examples in them are run by the tests. "
+        "Import everything from `curvmon`, unless it says otherwise.\n"
+    ]
+    for title, names in SECTIONS.items():
+        parts.append(f"## {title}\n")
+        made = title not in ("Records", "Errors")
+        parts += [_entry(name, getattr(curvmon, name), made_by_user=made) for name in names]
+    parts.append(f"## curvmon.closed_form\n\n{_text(curvmon.closed_form)}\n")
+    parts += [_entry(name, item, made_by_user=not inspect.isclass(item)) for name, item in _own(curvmon.closed_form)]
+    parts.append("## Elsewhere\n")
+    parts += [_entry(item.__name__, item, origin=item.__module__) for item in FURTHER.values()]
+    return "\n".join(parts)
+
+
+def _entry(name: str, item: Any, origin: str = "", made_by_user: bool = True) -> str:
+    lines = [f"### {name}\n"]
+    if origin:
+        lines.append(f"`from {origin} import {name}`\n")
+    if made_by_user:
+        lines.append(f"```text\n{_signature(name, item)}\n```\n")
+    lines.append(f"{_text(item)}\n")
+    if inspect.isclass(item):
+        lines += _members(item)
+    return "\n".join(lines)
+
+
+def _signature(name: str, item: Any) -> str:
+    """One argument a line where they do not fit in one."""
+    found = inspect.signature(item)
+    kinds = [p.kind for p in found.parameters.values()]
+    arguments = [_argument(p) for p in found.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        arguments.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    nothing = inspect.isclass(item) or found.return_annotation is inspect.Signature.empty
+    ending = "" if nothing else f" -> {_type(found.return_annotation)}"
+    brief = f"{name}({', '.join(arguments)}){ending}"
+    return brief if len(brief) <= 100 else f"{name}(\n    " + ",\n    ".join(arguments) + f",\n){ending}"
+
+
+def _argument(p: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(p.kind, "")
+    default = "" if p.default is inspect.Parameter.empty else f" = {p.default!r}"
+    return f"{stars}{p.name}: {_type(p.annotation)}{default}"
+
+
+def _type(annotation: Any) -> str:
+    """Strings under `from __future__ import annotations`, and they are the better text: names as in the source."""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _text(item: Any) -> str:
+    """A docstring in Markdown: examples become code blocks, arguments a list, names in them stay as they are."""
+    found, code, section = [], False, ""
+    for line in (inspect.getdoc(item) or "").splitlines():
+        if re.fullmatch(r"(Args|Example|Raises|Returns):", line):
+            code = _close(found, code)
+            section = line
+            found += ["", f"**{line.removesuffix(':')}**", ""]
+        elif section == "Args:" and line.strip():
+            argument = re.match(r"    (\w+): (.*)", line)
+            found.append(f"- `{argument[1]}`: {argument[2]}" if argument else f"  {line.strip()}")
+        elif line.startswith("    "):
+            if not code:
+                found += ["```text" if ">>>" not in line else "```python"]
+            code = True
+            found.append(line[4:])
+        else:
+            code = _close(found, code)
+            found.append(line)
+    _close(found, code)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(found)).strip()
+
+
+def _close(found: list[str], code: bool) -> bool:
+    if code:
+        found.append("```")
+    return False
+
+
+def _members(item: type) -> Iterator[str]:
+    """Fields with the string below them, then properties and methods with the first paragraph of theirs."""
+    rows = [f"| `{field}` | {text} |" for field, text in _fields(item).items()]
+    for name, member in sorted(vars(item).items()):
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if name.startswith("_") or _HOOK.match(name) or not inspect.isfunction(function):
+            continue
+        text = inspect.cleandoc(function.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        if text:
+            rows.append(f"| `{name}` | {text} |" if isinstance(member, property) else f"| `{name}()` | {text} |")
+    if rows:
+        yield "| | |\n|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _fields(item: type) -> dict[str, str]:
+    """Own fields of a record with their types, and the strings that stand below them in the source."""
+    if not dataclasses.is_dataclass(item):
+        return {}
+    found: dict[str, str] = {}
+    (body,) = (node for node in ast.parse(inspect.getsource(item)).body if isinstance(node, ast.ClassDef))
+    for node, following in zip(body.body, [*body.body[1:], ast.Pass()]):
+        if isinstance(node, ast.AnnAssign):
+            text = ""
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                text = re.sub(r"\s+", " ", str(following.value.value))
+            found[f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}".replace("|", "\\|")] = text.replace(
+                "|", "\\|"
+            )
+    return found
+
+
+def _own(module: Any) -> list[tuple[str, Any]]:
+    """Public functions and classes of a module, in the order of its source."""
+    found = [
+        (name, item)
+        for name, item in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(item) or inspect.isclass(item))
+        and item.__module__ == module.__name__
+    ]
+    return sorted(found, key=lambda pair: inspect.getsourcelines(pair[1])[1])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
