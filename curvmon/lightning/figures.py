@@ -35,8 +35,8 @@ WIDEST_LINEAR = 30.0
 def heatmap(found: Measurement, metric: Metric, title: str = "", marked: Sequence[str] = ()) -> Any:
     """The n x n matrix with the names of its nodes; resonance and the gap on a logarithmic scale.
 
-    What is not defined is grey; a zero on a logarithmic scale has its darkest colour, infinity the brightest. Pairs
-    that an alert names are framed.
+    What is not defined is grey; a zero on a logarithmic scale has its darkest colour, which nothing else has then, and
+    infinity the brightest. Pairs that an alert names are framed.
     """
     matrix: Tensor = getattr(found, metric)
     n = len(found.nodes)
@@ -102,6 +102,8 @@ def _norm(matrix: Tensor, metric: Metric) -> Any:
     high = finite.max().item() if len(finite) else 0.0
     if metric in LOGARITHMIC and len(positive):
         low = positive.min().item()
+        if len(positive) < len(finite):
+            return LogNorm(low / max(2.0, (high / low) ** 0.25), high)
         return LogNorm(low, high) if high > low * 1.01 else LogNorm(low / 1.1, high * 1.1)
     if metric == "stable_rank":
         return Normalize(1.0, max(2.0, high))
@@ -109,21 +111,26 @@ def _norm(matrix: Tensor, metric: Metric) -> Any:
 
 
 def by_distance(found: Measurement, title: str = "", metrics: Sequence[Metric] = METRICS) -> Any:
-    """Each metric against the distance of two layers: every pair a dot with its standard error, their mean a line."""
+    """Each metric against the distance of two layers: every pair a dot with its standard error, their mean a line.
+
+    Zeros are triangles at the lower edge of a logarithmic scale.
+    """
     columns, rows = (1, 1) if len(metrics) == 1 else (2, (len(metrics) + 1) // 2)
     figure = new_figure(4.2 * columns, 0.4 + 2.7 * rows)
     margins(figure, left=0.6, right=0.12, bottom=0.5, top=0.6, wspace=0.22, hspace=0.38)
+    zeros = False
     for place, metric in enumerate(metrics):
         axis = figure.add_subplot(rows, columns, place + 1)
-        _distances(axis, found, metric, PALETTE[METRICS.index(metric)])
+        zeros |= _distances(axis, found, metric, PALETTE[METRICS.index(metric)])
         if place >= len(metrics) - columns:
             axis.set_xlabel("distance of the layers")
-    explained = "dots: pairs ± standard error, line: their mean"
+    explained = f"dots: pairs ± standard error, {'triangles: zeros, ' if zeros else ''}line: mean"
     figure.suptitle(f"{title}  ({explained})" if title else explained, fontsize=9, y=1 - 0.18 / figure.get_figheight())
     return figure
 
 
-def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> None:
+def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> bool:
+    """Returns whether there are triangles."""
     from matplotlib.ticker import MaxNLocator
 
     n = len(found.nodes)
@@ -132,7 +139,9 @@ def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> No
     means = found.by_distance(metric)
     logarithmic = metric in LOGARITHMIC and bool((values.isfinite() & (values > 0)).any())
     kept, some = values.isfinite(), means.isfinite()
+    zeros = (columns - rows)[kept & (values == 0)]
     if logarithmic:
+        axis.plot(zeros, [0.03] * len(zeros), "v", color="0.5", markersize=5, transform=axis.get_xaxis_transform())
         kept, some = kept & (values > 0), some & (means > 0)
         axis.set_yscale("log", nonpositive="clip")
     axis.errorbar(
@@ -142,7 +151,8 @@ def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> No
     axis.plot(torch.arange(n)[some], means[some], "o-", color=colour, markersize=4, alpha=0.9, zorder=2, label="mean")
     if logarithmic:
         # an error bar that reaches zero must not stretch the axis
-        low, high = values[kept].min().item() / 1.3, values[kept].max().item() * 1.3
+        drawn = torch.cat([values[kept], means[some]])
+        low, high = drawn.min().item() / 1.3, drawn.max().item() * 1.3
         axis.set_ylim(low, high)
         few_ticks(axis.yaxis, low, high)
     elif metric == "coupling":
@@ -156,6 +166,7 @@ def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> No
     axis.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axis.set_title(TITLES[metric], fontsize=10)
     axis.grid(alpha=0.3)
+    return logarithmic and len(zeros) > 0
 
 
 def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: Sequence[int] = ()) -> Any:
@@ -183,7 +194,7 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: S
         axis.plot(
             steps, limits, f"{'_' if len(steps) == 1 else ''}--", color="black", linewidth=1, label="stability limit"
         )
-    axis.plot(steps, [found.smallest for _, found in known], f"{mark}-", color=PALETTE[1], label="smallest")
+    axis.plot(steps, [found.smallest for _, found in known], f"{mark}-", color=PALETTE[3], label="smallest")
     for place, step in enumerate(sorted({step for step in alerts if step >= steps[0]})):
         axis.axvline(step, color=PALETTE[1], linestyle=":", linewidth=1.5, label=None if place else "alert", zorder=1)
     _scale(axis, tops[0], limits)
@@ -217,4 +228,5 @@ def _scale(axis: Any, top: Sequence[float], limits: Sequence[float]) -> None:
     # a power of ten: its ticks would crowd around zero otherwise
     threshold = 10.0 ** (math.floor(math.log10(min(positive))) - 1)
     axis.set_yscale("symlog", linthresh=threshold, linscale=max(0.8, math.log10(highest / threshold) / 12))
+    axis.margins(y=0.05)  # anew, on this scale
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: brief(value)))
