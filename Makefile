@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo bench bench-spectrum bench-alerts lint format types check clean
+.PHONY: test demo screenshots bench bench-spectrum bench-alerts lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
+
+# the pictures in docs/images that show the demo; needs Chromium
+screenshots: demo
+	$(BIN)/python -m tests.screenshots
 
 # about half an hour; DATA=cifar10_subset.npz for real images
 bench: $(READY)

@@ -49,7 +49,7 @@ class Rate(pl.Callback):
 
 
 class Rows(pl.Callback):
-    """Prints a line for every epoch, and alerts where they come up; `on_alert=` of the monitor would call a function."""
+    """Prints a line for every epoch, and alerts where they come up; `on_alert=` would call a function with each."""
 
     def __init__(self, monitor: CurvatureMonitor, spike: int) -> None:
         self._monitor, self._spike = monitor, spike
@@ -154,7 +154,9 @@ def main(argv: Sequence[str] | None = None) -> CurvatureMonitor:
     print(f"  the run in one picture  {options.out / 'demo.png'}")
     print(f"  heatmaps and curves     {Path(written[1].log_dir) / 'heatmap'}, by_distance and spectrum beside it")
     print(f"  every number            {Path(written[1].log_dir) / 'metrics.csv'}")
-    print(f"  dashboards              {command('tensorboard')} --logdir {written[0].root_dir}")
+    # TensorBoard shows ten pictures of each kind, drawn at random, unless it is told to show all
+    every = "--samples_per_plugin images=100"
+    print(f"  dashboards              {command('tensorboard')} --logdir {written[0].root_dir} {every}")
     for logger in written[2:]:
         run = logger.experiment
         where = run.url or f"{command('wandb')} sync {os.path.relpath(Path(run.dir).parent)}"

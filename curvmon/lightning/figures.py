@@ -1,6 +1,7 @@
 """Pictures of a measurement: a matrix as a heatmap, means by distance with error bars, eigenvalues over the run.
 
-Colours are viridis and the palette of Okabe and Ito, which colour-blind readers can tell apart.
+Colours are viridis and the palette of Okabe and Ito, which colour-blind readers can tell apart. Curves are at most six
+inches wide: TensorBoard shows pictures at a width of 350 pixels, and their text has to stay readable there.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def heatmap(found: Measurement, metric: Metric, title: str = "", marked: Sequenc
     matrix: Tensor = getattr(found, metric)
     n = len(found.nodes)
     names, shared = short_names(found.nodes)
-    numbers = n <= MOST_NODES_WITH_NUMBERS
+    numbers, size = n <= MOST_NODES_WITH_NUMBERS, 9 if n <= 6 else 7
     axes, bar_axes = _square(n, names, title or TITLES[metric], 9 if numbers else 7, footer=shared)
     norm = _norm(matrix, metric)
     shown = matrix.where(matrix != 0, norm.vmin).where(matrix != math.inf, norm.vmax)
@@ -50,7 +51,7 @@ def heatmap(found: Measurement, metric: Metric, title: str = "", marked: Sequenc
     for i, j in torch.cartesian_prod(torch.arange(n), torch.arange(n)).tolist() if numbers else ():
         value = matrix[i, j].item()
         dark = not math.isnan(value) and norm(shown[i, j].item()) < 0.6
-        axes.text(j, i, brief(value), ha="center", va="center", fontsize=7, color="white" if dark else "black")
+        axes.text(j, i, brief(value), ha="center", va="center", fontsize=size, color="white" if dark else "black")
     _frame(axes, found.nodes, marked)
     axes.figure.colorbar(image, cax=bar_axes)
     if metric in LOGARITHMIC and norm.vmin > 0:
@@ -116,8 +117,8 @@ def by_distance(found: Measurement, title: str = "", metrics: Sequence[Metric] =
     Zeros are triangles at the lower edge of a logarithmic scale.
     """
     columns, rows = (1, 1) if len(metrics) == 1 else (2, (len(metrics) + 1) // 2)
-    figure = new_figure(4.2 * columns, 0.4 + 2.7 * rows)
-    margins(figure, left=0.6, right=0.12, bottom=0.5, top=0.6, wspace=0.22, hspace=0.38)
+    figure = new_figure(max(3.8, 2.8 * columns), 0.8 + 2.0 * rows)
+    margins(figure, left=0.58, right=0.1, bottom=0.5, top=0.75, wspace=0.3, hspace=0.4)
     zeros = False
     for place, metric in enumerate(metrics):
         axis = figure.add_subplot(rows, columns, place + 1)
@@ -125,7 +126,8 @@ def by_distance(found: Measurement, title: str = "", metrics: Sequence[Metric] =
         if place >= len(metrics) - columns:
             axis.set_xlabel("distance of the layers")
     explained = f"dots: pairs ± standard error, {'triangles: zeros, ' if zeros else ''}line: mean"
-    figure.suptitle(f"{title}  ({explained})" if title else explained, fontsize=9, y=1 - 0.18 / figure.get_figheight())
+    head = f"{title}\n{explained}" if title else explained
+    figure.suptitle(head, fontsize=9, y=1 - 0.06 / figure.get_figheight(), va="top")
     return figure
 
 
@@ -174,8 +176,8 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: S
     from matplotlib.ticker import MaxNLocator
 
     known = [(s.step, s.spectrum) for s in snapshots if s.spectrum is not None]
-    figure = new_figure(7.6, 4.2)
-    margins(figure, left=0.75, right=1.55, bottom=0.5, top=0.35)
+    figure = new_figure(5.4, 4.4)
+    margins(figure, left=0.75, right=0.25, bottom=1.0, top=0.35)
     axis = figure.add_subplot()
     steps = [step for step, _ in known]
     mark = "." if len(steps) <= 50 else ""
@@ -206,7 +208,7 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: S
     axis.set_xlabel("step")
     axis.set_ylabel("eigenvalue of the loss Hessian")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.46, -0.15), frameon=False)
     axis.set_title(title or "ends of the spectrum", fontsize=10)
     return figure
 
