@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo docs bench bench-spectrum bench-alerts lint format types check clean
+.PHONY: test demo screenshots docs bench bench-spectrum bench-alerts lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
@@ -14,6 +14,10 @@ demo: $(READY)
 
 docs: $(READY)
 	PYTHONPATH=. $(BIN)/python docs/make_api.py
+
+# the pictures in docs/images that show the demo; needs Chromium
+screenshots: demo
+	$(BIN)/python -m tests.screenshots
 
 # about half an hour; DATA=cifar10_subset.npz for real images
 bench: $(READY)

@@ -1,114 +1,167 @@
-"""Five minutes with curvmon: a small ResNet, a learning rate that goes wrong, and the alert that tells.
+"""curvmon in a minute: a small ResNet, a learning rate that goes wrong, and the alert that tells.
 
     make demo
 
-Trains on scikit-learn's handwritten digits, nothing is downloaded. In the middle of training the learning rate is
-twenty times too large for one epoch. Logs go to TensorBoard and CSV, and to W&B where it is installed (offline unless
-it is configured); heatmaps and curves are also written as PNG files.
+Trains on scikit-learn's handwritten digits; nothing is downloaded. In one epoch the learning rate is a hundred times
+too large. Numbers and pictures go to TensorBoard, CSV and PNG files, and to W&B where it is installed: offline, unless
+there is a key (WANDB_API_KEY, or `wandb login`).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
+import math
+import netrc
 import os
+import shutil
+import sys
+import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from curvmon import Alert, CurvatureMonitor
+from curvmon import CurvatureMonitor
+from examples.demo_picture import draw
 from examples.image_classifier import Classifier, ResNet, digits, prepared
 
+FACTOR = 100
 
-class Spike(pl.Callback):
-    """The accident: for one epoch the learning rate is twenty times as large."""
 
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
+class Rate(pl.Callback):
+    """Cosine decay, and the accident: for one epoch the learning rate is a hundred times as large."""
+
+    def __init__(self, spike: int) -> None:
+        self._spike = spike
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.current_epoch in (self._epoch, self._epoch + 1):
-            factor = 20 if trainer.current_epoch == self._epoch else 1 / 20
-            for group in trainer.optimizers[0].param_groups:
-                group["lr"] *= factor
+        epoch, epochs = trainer.current_epoch, trainer.max_epochs or 1
+        rate = module.lr * 0.5 * (1 + math.cos(math.pi * epoch / epochs))
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = rate * (FACTOR if epoch == self._spike else 1)
 
 
-def curves(monitor: CurvatureMonitor, path: Path) -> None:
-    """Resonance by distance, the top eigenvalue and the loss over the run, and where the alerts were."""
-    from matplotlib.figure import Figure
+class Rows(pl.Callback):
+    """Prints a line for every epoch, and alerts where they come up; `on_alert=` would call a function with each."""
 
-    figure = Figure(figsize=(8, 8), layout="constrained")
-    axes = figure.subplots(3, 1, sharex=True)
-    steps = [snapshot.step for snapshot in monitor.snapshots]
-    means = torch.stack([found.by_distance("resonance") for found in monitor.history])
-    for d, colour in zip(range(means.shape[1]), ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")):
-        axes[0].plot(steps, means[:, d], ".-", color=colour, label=f"distance {d}")
-    axes[0].set_ylabel("resonance R")
-    axes[0].legend(fontsize=8, ncols=2)
-    axes[1].plot(steps, [found.sharpness for found in monitor.spectra], ".-", color="#0072B2")
-    axes[1].set_ylabel("top eigenvalue λ₁")
-    axes[2].plot(steps, [found.loss for found in monitor.history], ".-", color="#0072B2")
-    axes[2].set_ylabel("loss of the probe batch")
-    axes[2].set_xlabel("step")
-    for axis in axes:
-        axis.set_yscale("log")
-        axis.grid(alpha=0.3)
-        for alert in monitor.alerts:
-            axis.axvline(alert.step, color="#D55E00", linestyle=":", linewidth=2)
-    for alert in monitor.alerts[:1]:
-        axes[0].set_title(f"dotted: alert at step {alert.step}", fontsize=10, color="#D55E00")
-    figure.savefig(path, dpi=110)
+    def __init__(self, monitor: CurvatureMonitor, spike: int) -> None:
+        self._monitor, self._spike = monitor, spike
+        self._told = 0
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        print("epoch  accuracy  probe loss  top eigenvalue  resonance  coupling  GN-Gap")
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        found, spectrum = self._monitor.history[-1], self._monitor.spectra[-1]
+        neighbours = [found.by_distance(metric)[1].item() for metric in ("resonance", "coupling", "gn_gap")]
+        accuracy = trainer.callback_metrics["val_accuracy"].item()
+        remark = f"  <- learning rate x {FACTOR}" if trainer.current_epoch == self._spike else ""
+        print(
+            f"{trainer.current_epoch:5}  {accuracy:8.2f}  {found.loss:10.3g}  {spectrum.sharpness:14.3g}"
+            f"  {neighbours[0]:9.3g}  {neighbours[1]:8.2f}  {neighbours[2]:6.2g}{remark}",
+            flush=True,
+        )
+        for alert in self._monitor.alerts[self._told :]:
+            print(textwrap.fill(f"ALERT at step {alert.step}: {alert.message}", 96, subsequent_indent="    "))
+        self._told = len(self._monitor.alerts)
 
 
 def loggers(out: Path) -> list[Any]:
     found: list[Any] = [TensorBoardLogger(out, name="tensorboard"), CSVLogger(out, name="csv")]
-    if importlib.util.find_spec("wandb") is not None:
-        configured = "WANDB_API_KEY" in os.environ
-        found.append(WandbLogger(project="curvmon-demo", save_dir=out, offline=not configured))
+    if importlib.util.find_spec("wandb") is not None and os.environ.get("WANDB_MODE") != "disabled":
+        import wandb
+
+        os.environ.setdefault("WANDB_SILENT", "true")
+        wandb.setup()  # takes notice of it; otherwise WandbLogger itself is warned about
+        mode = "online" if configured() else "offline"
+        found.append(WandbLogger(project="curvmon-demo", save_dir=out, offline=mode == "offline", mode=mode))
     return found
 
 
+def configured() -> bool:
+    """Is there a key for W&B? It must neither ask for one nor send anything without."""
+    if "WANDB_MODE" in os.environ:
+        return os.environ["WANDB_MODE"] == "online"
+    try:
+        return "WANDB_API_KEY" in os.environ or netrc.netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def quiet() -> None:
+    """What Lightning and torch say at every start has nothing to do with curvmon; alerts are printed by `Rows`."""
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("curvmon").addHandler(logging.NullHandler())
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+
+
+def command(name: str) -> str:
+    """Of a program beside this Python, as one would type it: `.venv/bin/tensorboard`, if .venv is not activated."""
+    path = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    return name if found is not None and Path(found) == path else os.path.relpath(path)
+
+
 def main(argv: Sequence[str] | None = None) -> CurvatureMonitor:
-    parser = argparse.ArgumentParser(description="curvmon in a few minutes")
+    parser = argparse.ArgumentParser(description="curvmon in a minute")
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--spike", type=int, default=12, help="epoch in which the learning rate goes wrong")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first stage")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for logs and pictures")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-
-    pl.seed_everything(0, verbose=False)
+    quiet()
+    pl.seed_everything(options.seed, verbose=False)
     train, val = prepared(digits())
-    model = Classifier(ResNet(1, 10, 8, nn.ReLU), lr=0.005)
 
-    def shout(alert: Alert) -> None:
-        print(f"\n*** curvmon: {alert.message}\n")
-
-    monitor = CurvatureMonitor(nodes=["model.stem", "model.layer*"], on_alert=shout)
+    # `CurvatureMonitor()` would do. Four stages make fewer and clearer charts than all blocks, 64 samples calmer ones
+    # than 32; and so small a network trains faster than it is measured, so the limit of the cost is lifted.
+    monitor = CurvatureMonitor(nodes=["model.stem", "model.layer*"], probe_size=64, max_overhead=None)
     written = loggers(options.out)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
         accelerator="cpu",
-        callbacks=[monitor, Spike(options.spike)],
+        callbacks=[monitor, Rate(options.spike), Rows(monitor, options.spike)],
         logger=written,
         log_every_n_steps=10,
+        enable_checkpointing=False,
         enable_model_summary=False,
-        default_root_dir=options.out,
+        enable_progress_bar=False,
     )
-    trainer.fit(model, DataLoader(train, batch_size=64, shuffle=True), DataLoader(val, batch_size=256))
-
-    curves(monitor, options.out / "curves.png")
-    print(f"\nThe curvature at the end:\n{monitor.history[-1]}\n")
-    for alert in monitor.alerts:
-        print(f"alert at step {alert.step}: {alert.message}")
-    print(f"\nCurves with the alert:    {options.out / 'curves.png'}")
-    print(f"Heatmaps of every moment: {written[1].log_dir}/heatmap")
-    print(f"Dashboards:               tensorboard --logdir {written[0].root_dir}")
+    print(
+        f"A small ResNet learns handwritten digits. In epoch {options.spike} its learning rate goes wrong.\n"
+        "Resonance, coupling and GN-Gap are means over neighbouring layers.\n"
+    )
+    trainer.fit(
+        Classifier(ResNet(1, 10, options.width, nn.SiLU), lr=0.01),
+        DataLoader(train, batch_size=64, shuffle=True),
+        DataLoader(val, batch_size=300),
+    )
+    epoch = int(trainer.num_training_batches)
+    draw(monitor, options.out / "demo.png", accident=(epoch * options.spike, epoch * (options.spike + 1) - 1))
+    print(f"\n{len(monitor.alerts)} alert{'' if len(monitor.alerts) == 1 else 's'}. Where to look:")
+    print(f"  the run in one picture  {options.out / 'demo.png'}")
+    print(f"  heatmaps and curves     {Path(written[1].log_dir) / 'heatmap'}, by_distance and spectrum beside it")
+    print(f"  every number            {Path(written[1].log_dir) / 'metrics.csv'}")
+    # TensorBoard shows ten pictures of each kind, drawn at random, unless it is told to show all
+    every = "--samples_per_plugin images=100"
+    print(f"  dashboards              {command('tensorboard')} --logdir {written[0].root_dir} {every}")
+    for logger in written[2:]:
+        run = logger.experiment
+        where = run.url or f"{command('wandb')} sync {os.path.relpath(Path(run.dir).parent)}"
+        print(f"  Weights & Biases        {where}")
+        run.finish()
     return monitor
 
 

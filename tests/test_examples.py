@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import logging
 import math
@@ -62,6 +63,20 @@ def columns(folder: Path) -> dict[str, list[float]]:
                 if value:
                     found.setdefault(key, []).append(float(value))
     return found
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    """Its name is used in one of four files: a module that is called, or a program that is started."""
+    programs = [path for path in EXAMPLES.rglob("*.py") if "__main__" in path.read_text()]
+    used = set()
+    for name in ("test_examples", "test_spectrum_examples", "test_paper_examples", "test_dashboards"):
+        for node in ast.walk(ast.parse((Path(__file__).parent / f"{name}.py").read_text())):
+            if isinstance(node, ast.Name):
+                used.add(node.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used.add(node.value.removeprefix("examples.").removesuffix(".py"))
+    assert len(programs) > 20
+    assert {path.parent.name if path.stem == "main" else path.stem for path in programs} <= used
 
 
 def test_a_classifier_of_digits(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

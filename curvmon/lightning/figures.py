@@ -1,6 +1,7 @@
 """Pictures of a measurement: a matrix as a heatmap, means by distance with error bars, eigenvalues over the run.
 
-Colours are viridis and the palette of Okabe and Ito, which colour-blind readers can tell apart.
+Colours are viridis and the palette of Okabe and Ito, which colour-blind readers can tell apart. Curves are at most six
+inches wide: TensorBoard shows pictures at a width of 350 pixels, and their text has to stay readable there.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ WIDEST_LINEAR = 30.0
 def heatmap(found: Measurement, metric: Metric, title: str = "", marked: Sequence[str] = ()) -> Any:
     """The n x n matrix with the names of its nodes; resonance and the gap on a logarithmic scale.
 
-    What is not defined is grey; a zero on a logarithmic scale has its darkest colour, infinity the brightest. Pairs
-    that an alert names are framed.
+    What is not defined is grey; a zero on a logarithmic scale has its darkest colour, which nothing else has then, and
+    infinity the brightest. Pairs that an alert names are framed.
     """
     matrix: Tensor = getattr(found, metric)
     n = len(found.nodes)
     names, shared = short_names(found.nodes)
-    numbers = n <= MOST_NODES_WITH_NUMBERS
+    numbers, size = n <= MOST_NODES_WITH_NUMBERS, 9 if n <= 6 else 7
     axes, bar_axes = _square(n, names, title or TITLES[metric], 9 if numbers else 7, footer=shared)
     norm = _norm(matrix, metric)
     shown = matrix.where(matrix != 0, norm.vmin).where(matrix != math.inf, norm.vmax)
@@ -50,7 +51,7 @@ def heatmap(found: Measurement, metric: Metric, title: str = "", marked: Sequenc
     for i, j in torch.cartesian_prod(torch.arange(n), torch.arange(n)).tolist() if numbers else ():
         value = matrix[i, j].item()
         dark = not math.isnan(value) and norm(shown[i, j].item()) < 0.6
-        axes.text(j, i, brief(value), ha="center", va="center", fontsize=7, color="white" if dark else "black")
+        axes.text(j, i, brief(value), ha="center", va="center", fontsize=size, color="white" if dark else "black")
     _frame(axes, found.nodes, marked)
     axes.figure.colorbar(image, cax=bar_axes)
     if metric in LOGARITHMIC and norm.vmin > 0:
@@ -102,6 +103,8 @@ def _norm(matrix: Tensor, metric: Metric) -> Any:
     high = finite.max().item() if len(finite) else 0.0
     if metric in LOGARITHMIC and len(positive):
         low = positive.min().item()
+        if len(positive) < len(finite):
+            return LogNorm(low / max(2.0, (high / low) ** 0.25), high)
         return LogNorm(low, high) if high > low * 1.01 else LogNorm(low / 1.1, high * 1.1)
     if metric == "stable_rank":
         return Normalize(1.0, max(2.0, high))
@@ -109,21 +112,27 @@ def _norm(matrix: Tensor, metric: Metric) -> Any:
 
 
 def by_distance(found: Measurement, title: str = "", metrics: Sequence[Metric] = METRICS) -> Any:
-    """Each metric against the distance of two layers: every pair a dot with its standard error, their mean a line."""
+    """Each metric against the distance of two layers: every pair a dot with its standard error, their mean a line.
+
+    Zeros are triangles at the lower edge of a logarithmic scale.
+    """
     columns, rows = (1, 1) if len(metrics) == 1 else (2, (len(metrics) + 1) // 2)
-    figure = new_figure(4.2 * columns, 0.4 + 2.7 * rows)
-    margins(figure, left=0.6, right=0.12, bottom=0.5, top=0.6, wspace=0.22, hspace=0.38)
+    figure = new_figure(max(3.8, 2.8 * columns), 0.8 + 2.0 * rows)
+    margins(figure, left=0.58, right=0.1, bottom=0.5, top=0.75, wspace=0.3, hspace=0.4)
+    zeros = False
     for place, metric in enumerate(metrics):
         axis = figure.add_subplot(rows, columns, place + 1)
-        _distances(axis, found, metric, PALETTE[METRICS.index(metric)])
+        zeros |= _distances(axis, found, metric, PALETTE[METRICS.index(metric)])
         if place >= len(metrics) - columns:
             axis.set_xlabel("distance of the layers")
-    explained = "dots: pairs ± standard error, line: their mean"
-    figure.suptitle(f"{title}  ({explained})" if title else explained, fontsize=9, y=1 - 0.18 / figure.get_figheight())
+    explained = f"dots: pairs ± standard error, {'triangles: zeros, ' if zeros else ''}line: mean"
+    head = f"{title}\n{explained}" if title else explained
+    figure.suptitle(head, fontsize=9, y=1 - 0.06 / figure.get_figheight(), va="top")
     return figure
 
 
-def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> None:
+def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> bool:
+    """Returns whether there are triangles."""
     from matplotlib.ticker import MaxNLocator
 
     n = len(found.nodes)
@@ -132,7 +141,9 @@ def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> No
     means = found.by_distance(metric)
     logarithmic = metric in LOGARITHMIC and bool((values.isfinite() & (values > 0)).any())
     kept, some = values.isfinite(), means.isfinite()
+    zeros = (columns - rows)[kept & (values == 0)]
     if logarithmic:
+        axis.plot(zeros, [0.03] * len(zeros), "v", color="0.5", markersize=5, transform=axis.get_xaxis_transform())
         kept, some = kept & (values > 0), some & (means > 0)
         axis.set_yscale("log", nonpositive="clip")
     axis.errorbar(
@@ -142,7 +153,8 @@ def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> No
     axis.plot(torch.arange(n)[some], means[some], "o-", color=colour, markersize=4, alpha=0.9, zorder=2, label="mean")
     if logarithmic:
         # an error bar that reaches zero must not stretch the axis
-        low, high = values[kept].min().item() / 1.3, values[kept].max().item() * 1.3
+        drawn = torch.cat([values[kept], means[some]])
+        low, high = drawn.min().item() / 1.3, drawn.max().item() * 1.3
         axis.set_ylim(low, high)
         few_ticks(axis.yaxis, low, high)
     elif metric == "coupling":
@@ -156,6 +168,7 @@ def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> No
     axis.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axis.set_title(TITLES[metric], fontsize=10)
     axis.grid(alpha=0.3)
+    return logarithmic and len(zeros) > 0
 
 
 def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: Sequence[int] = ()) -> Any:
@@ -163,8 +176,8 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: S
     from matplotlib.ticker import MaxNLocator
 
     known = [(s.step, s.spectrum) for s in snapshots if s.spectrum is not None]
-    figure = new_figure(7.6, 4.2)
-    margins(figure, left=0.75, right=1.55, bottom=0.5, top=0.35)
+    figure = new_figure(5.4, 4.4)
+    margins(figure, left=0.75, right=0.25, bottom=1.0, top=0.35)
     axis = figure.add_subplot()
     steps = [step for step, _ in known]
     mark = "." if len(steps) <= 50 else ""
@@ -183,7 +196,7 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: S
         axis.plot(
             steps, limits, f"{'_' if len(steps) == 1 else ''}--", color="black", linewidth=1, label="stability limit"
         )
-    axis.plot(steps, [found.smallest for _, found in known], f"{mark}-", color=PALETTE[1], label="smallest")
+    axis.plot(steps, [found.smallest for _, found in known], f"{mark}-", color=PALETTE[3], label="smallest")
     for place, step in enumerate(sorted({step for step in alerts if step >= steps[0]})):
         axis.axvline(step, color=PALETTE[1], linestyle=":", linewidth=1.5, label=None if place else "alert", zorder=1)
     _scale(axis, tops[0], limits)
@@ -195,7 +208,7 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: S
     axis.set_xlabel("step")
     axis.set_ylabel("eigenvalue of the loss Hessian")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.46, -0.15), frameon=False)
     axis.set_title(title or "ends of the spectrum", fontsize=10)
     return figure
 
@@ -217,4 +230,5 @@ def _scale(axis: Any, top: Sequence[float], limits: Sequence[float]) -> None:
     # a power of ten: its ticks would crowd around zero otherwise
     threshold = 10.0 ** (math.floor(math.log10(min(positive))) - 1)
     axis.set_yscale("symlog", linthresh=threshold, linscale=max(0.8, math.log10(highest / threshold) / 12))
+    axis.margins(y=0.05)  # anew, on this scale
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: brief(value)))

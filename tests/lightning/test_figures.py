@@ -148,6 +148,15 @@ def test_colours_of_cells_without_a_finite_number() -> None:
     assert texts[3, 3] == ("∞", "black")
 
 
+def test_a_zero_has_a_colour_of_its_own() -> None:
+    gap = torch.tensor([[0.6, 0.0], [0.0, 0.9]], dtype=torch.float64)
+    (image,) = figures.heatmap(made(2, gn_gap=gap), "gn_gap").axes[0].images
+    assert image.norm.vmin <= 0.3 and image.norm.vmax == 0.9
+    zero, smallest = (image.cmap(image.norm(value)) for value in (image.get_array()[0, 1], 0.6))
+    assert zero == image.cmap(0.0)
+    assert sum(abs(a - b) for a, b in zip(zero, smallest)) > 0.3
+
+
 @pytest.mark.parametrize("value", [0.0, math.nan], ids=["all zero", "all NaN"])
 def test_a_matrix_without_positive_numbers(value: float) -> None:
     gap = torch.full((3, 3), value, dtype=torch.float64)
@@ -194,6 +203,20 @@ def test_a_gap_of_zero_is_shown() -> None:
     assert axis.containers[0].lines[0].get_ydata().tolist() == [0.0] * 6
 
 
+def test_zeros_on_a_logarithmic_scale_are_triangles_at_its_edge() -> None:
+    gap = made(4).gn_gap.clone()
+    gap[3], gap[:, 3] = 0.0, 0.0
+    figure = figures.by_distance(made(4, gn_gap=gap))
+    axis = figure.axes[3]
+    (triangles,) = (line for line in axis.lines if line.get_marker() == "v")
+    assert sorted(triangles.get_xdata()) == [0, 1, 2, 3]
+    means = made(4, gn_gap=gap).by_distance("gn_gap")
+    low, high = axis.get_ylim()
+    assert means[3] == 0 and low < means[:3].min() and means[:3].max() < high  # the line stays in sight
+    assert "triangles" in figure.get_suptitle()
+    assert "triangles" not in figures.by_distance(made(4)).get_suptitle()
+
+
 def test_only_the_metrics_that_are_asked_for() -> None:
     axes = figures.by_distance(made(3), metrics=["stable_rank", "resonance"]).axes
     assert [axis.get_title() for axis in axes] == [figures.TITLES["stable_rank"], figures.TITLES["resonance"]]
@@ -238,6 +261,19 @@ def test_what_is_not_known_has_no_line() -> None:
 def test_scale_of_the_spectrum(rise: float, ratio: float, scale: str) -> None:
     """Logarithmic only where a line would be flat otherwise."""
     assert figures.spectrum_over_time(seen(6, rise=rise, ratio=ratio)).axes[0].get_yscale() == scale
+
+
+@pytest.mark.parametrize("rise", [1.1, 3.0])
+def test_lines_of_the_spectrum_keep_off_the_frame_and_from_the_colour_of_alerts(rise: float) -> None:
+    figure = figures.spectrum_over_time(seen(6, rise=rise), alerts=[300])
+    drawn(figure)
+    axis = figure.axes[0]
+    (alert,) = (line for line in axis.lines if line.get_label() == "alert")
+    others = [line for line in axis.lines if line is not alert]
+    assert alert.get_color() not in {line.get_color() for line in others}
+    ends = max(max(line.get_ydata()) for line in others), min(min(line.get_ydata()) for line in others)
+    top, bottom = ((axis.transData - axis.transAxes).transform((0, end))[1] for end in ends)
+    assert 0.02 < bottom < top < 0.98
 
 
 def test_snapshots_without_a_spectrum_and_with_fewer_eigenvalues() -> None:
