@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from curvmon.curvature.arguments import check_budget, check_integer
+from curvmon.curvature.beginning import Beginning
 from curvmon.curvature.groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
-from curvmon.curvature.lanczos import Lanczos
 from curvmon.curvature.parameters import ParameterOperator, open_parameters
 from curvmon.curvature.search import TRACE_PROBES, Found, Search
 from curvmon.curvature.session import Loss
@@ -99,8 +99,12 @@ def spectrum(
             operator.on_product = on_product
         generator = torch.Generator("cpu").manual_seed(seed)
         search = Search(operator, k, rtol, max_hvps, generator, smallest)
-        space = search.ends(_start(operator, start))
-        total, stderr = _trace(operator, search, space, generator) if trace else (math.nan, math.nan)
+        beginning = Beginning(k, generator) if start is None else None
+        parts = _parts(operator, search, generator, beginning) if trace else None
+        space = search.ends(_start(operator, start, beginning))
+        total, stderr = math.nan, math.nan
+        if trace:
+            total, stderr = search.trace(space) if parts is None else parts
         found, verified = search.verified(search.extract(space), verify)
         converged = found.settled(rtol, k)
         waited = converged if smallest else converged[:k]
@@ -171,17 +175,19 @@ def spectrum(
     )
 
 
-def _trace(
-    operator: ParameterOperator, search: Search, space: Lanczos, generator: torch.Generator
-) -> tuple[float, float]:
-    """By the parts of H where they are known; else exactly on the Krylov space, and by probes outside."""
-    few = operator.size - len(space.basis) <= TRACE_PROBES  # these probes are all directions there are
-    if few or not operator.has_ggn:
-        return search.trace(space)
-    by_parts = trace_of_parts(operator.layered(), generator)
-    if by_parts is None:
-        return search.trace(space)
-    total, stderr, spent = by_parts
+def _parts(
+    operator: ParameterOperator, search: Search, generator: torch.Generator, beginning: Beginning | None
+) -> tuple[float, float] | None:
+    """The trace by the parts of H. None where they are not known, or where the probes may be all directions there are.
+
+    Before the search: what is computed here also tells where to begin.
+    """
+    if operator.size <= search.capacity + TRACE_PROBES or not operator.has_ggn:
+        return None
+    found = trace_of_parts(operator.layered(), generator, beginning)
+    if found is None:
+        return None
+    total, stderr, spent = found
     operator.spend(spent)
     return total, stderr
 
@@ -212,7 +218,13 @@ def _against_limit(
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
 
-def _start(operator: ParameterOperator, earlier: Spectrum | Tensor | None) -> Tensor | None:
+def _start(
+    operator: ParameterOperator, earlier: Spectrum | Tensor | None, beginning: Beginning | None
+) -> Tensor | None:
+    cotangents = None if beginning is None else beginning.cotangents(operator.batches)
+    if cotangents is not None:
+        operator.spend(1)  # a backward pass and the sketches, together less than a product
+        return operator.pullback(cotangents)
     if earlier is None:
         # the gradient of a trained network lies mostly along the sharpest directions, and is known already
         return operator.gradient if operator.gradient.any() else None
