@@ -53,12 +53,14 @@ class Beginning:
         self._origins = torch.zeros((0, 3), dtype=torch.long, device="cpu")
         """batch, column and sample of every sketch"""
 
-    def open_batch(self, layers: Sequence[Layer], columns: Tensor, weight: float) -> None:
-        """The layers of the next batch, the root of its curvature, and its share of the loss."""
+    def open_batch(self, layers: Sequence[Layer], columns: Tensor, weight: float) -> bool:
+        """The layers of the next batch, the root of its curvature, its share of the loss; are its gradients wanted?"""
+        samples = columns.shape[1]
+        if samples > MOST_ROWS:
+            return False
         # the same projections for every batch: gradients of different ones are compared
         generator = torch.Generator("cpu").manual_seed(self._seed)
         self._batches.append(_Batch(columns, weight))
-        samples = columns.shape[1]
         self._projected, entries = [], 0
         for index, layer in reversed(list(enumerate(layers))):  # the last ones see the fewest positions
             positions = layer.positions(samples)
@@ -67,17 +69,15 @@ class Beginning:
                 break
             if positions:
                 self._projected.append(_Projected(index, layer, *layer.projections(samples, WIDTH, generator)))
+        return bool(self._projected)
 
     def add(self, column: int, gradients: Sequence[Tensor]) -> None:
         """The gradients by the taps of all layers for one column of the batch."""
         batch = self._batches[-1]
         samples = batch.columns.shape[1]
-        total: Tensor | None = None
+        total = batch.columns.new_zeros((samples, WIDTH, WIDTH))
         for index, layer, inputs, onto in self._projected:
-            sketch = torch.bmm((layer.by_position(gradients[index], samples) @ onto).mT, inputs)
-            total = sketch if total is None else total.add_(sketch)
-        if total is None:
-            return
+            total.baddbmm_((layer.by_position(gradients[index], samples) @ onto).mT, inputs)
         fresh = total.flatten(1) * batch.weight**0.5
         origins = torch.tensor([(len(self._batches) - 1, column, i) for i in range(samples)], device="cpu")
         sketches = fresh if self._sketches is None else torch.cat([self._sketches, fresh])
@@ -89,6 +89,7 @@ class Beginning:
 
     def cotangents(self, batches: int) -> list[Tensor] | None:
         """For every batch, samples x outputs: what to pull back to the parameters. None where a batch is missing."""
+        self._projected = []  # they hold the activations
         if self._sketches is None or len(self._batches) != batches:
             return None
         sketches = self._sketches.cpu().double()

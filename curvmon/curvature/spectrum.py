@@ -62,9 +62,12 @@ def spectrum(
         ggn: also the top eigenvalue of the Gauss-Newton part, as a rule a few products more.
         trace: also the trace: that of the Gauss-Newton part, exactly where the outputs are few, and ten random probes
             for the rest (one if the network is piecewise linear: then there is none). Where the output is not known,
-            exactly on the Krylov space and by ten probes outside.
+            exactly on the Krylov space and by ten probes outside. Where the outputs are few, the same passes tell
+            roughly the leading eigenvectors of the Gauss-Newton part, and the search begins there: for one product
+            more, a few less in the search.
         density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 products more.
-        start: an earlier result for the same parameters; its eigenvectors are where to begin. Or a flat vector.
+        start: an earlier result for the same parameters; its eigenvectors are where to begin. Or a flat vector. By
+            default, what the trace tells (see there), or the gradient.
         seed: of the start vector and the probes.
         optimizer: whose limit of stability to compare with; see `stability_limit`. Adam and the like cost some products
             more, for the eigenvalue of the preconditioned Hessian.
@@ -99,9 +102,9 @@ def spectrum(
             operator.on_product = on_product
         generator = torch.Generator("cpu").manual_seed(seed)
         search = Search(operator, k, rtol, max_hvps, generator, smallest)
-        beginning = Beginning(k, generator) if start is None else None
-        parts = _parts(operator, search, generator, beginning) if trace else None
-        space = search.ends(_start(operator, start, beginning))
+        # what makes the trace also tells where to begin, so it comes first
+        parts, first = _parts(operator, search, generator, k, begins=start is None) if trace else (None, None)
+        space = search.ends(_start(operator, start) if first is None else first)
         total, stderr = math.nan, math.nan
         if trace:
             total, stderr = search.trace(space) if parts is None else parts
@@ -176,20 +179,26 @@ def spectrum(
 
 
 def _parts(
-    operator: ParameterOperator, search: Search, generator: torch.Generator, beginning: Beginning | None
-) -> tuple[float, float] | None:
-    """The trace by the parts of H. None where they are not known, or where the probes may be all directions there are.
+    operator: ParameterOperator, search: Search, generator: torch.Generator, k: int, begins: bool
+) -> tuple[tuple[float, float] | None, Tensor | None]:
+    """The trace by the parts of H and its standard error; and, if wanted, where the search begins.
 
-    Before the search: what is computed here also tells where to begin.
+    None for the trace where these parts are not known, or where the probes of `Search.trace` may be all directions
+    there are; for the start where single samples have no gradients of their own.
     """
     if operator.size <= search.capacity + TRACE_PROBES or not operator.has_ggn:
-        return None
+        return None, None
+    beginning = Beginning(k, generator) if begins else None
     found = trace_of_parts(operator.layered(), generator, beginning)
     if found is None:
-        return None
+        return None, None
     total, stderr, spent = found
     operator.spend(spent)
-    return total, stderr
+    cotangents = None if beginning is None else beginning.cotangents(operator.batches)
+    if cotangents is None:
+        return (total, stderr), None
+    operator.spend(1)  # a backward pass and the sketches, together less than a product
+    return (total, stderr), operator.pullback(cotangents)
 
 
 def _against_limit(
@@ -218,13 +227,7 @@ def _against_limit(
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
 
-def _start(
-    operator: ParameterOperator, earlier: Spectrum | Tensor | None, beginning: Beginning | None
-) -> Tensor | None:
-    cotangents = None if beginning is None else beginning.cotangents(operator.batches)
-    if cotangents is not None:
-        operator.spend(1)  # a backward pass and the sketches, together less than a product
-        return operator.pullback(cotangents)
+def _start(operator: ParameterOperator, earlier: Spectrum | Tensor | None) -> Tensor | None:
     if earlier is None:
         # the gradient of a trained network lies mostly along the sharpest directions, and is known already
         return operator.gradient if operator.gradient.any() else None

@@ -94,16 +94,16 @@ def gauss_newton_trace(
         apart = _separable(layered, layout, columns[0])
         if len(apart) == len(layered.layers) and not layered.rest:
             total = 0.0
-            convex = beginning if not (factor.signs < 0).any() else None
-            if convex is not None:
-                convex.open_batch(layered.layers, factor.columns, share)
+            shown = None
+            if beginning is not None and not (factor.signs < 0).any():
+                shown = beginning if beginning.open_batch(layered.layers, factor.columns, share) else None
             for number, (column, signs) in enumerate(zip(factor.columns, factor.signs.T)):
                 for sign in (1, -1):
                     if (weight := (signs == sign).to(column)).any():
                         gradients = _gradients(layered, layout.tensors(column * weight.unsqueeze(1)))
                         total += sign * _sizes(layered, apart, gradients)
-                        if convex is not None:
-                            convex.add(number, gradients)
+                        if shown is not None:
+                            shown.add(number, gradients)
             eps = torch.finfo(factor.columns.dtype).eps
             return Part(total, 10 * eps * abs(total), len(columns) + 1)
         if (factor.signs < 0).any():

@@ -128,12 +128,19 @@ def test_only_the_largest_gradients_are_kept(monkeypatch: pytest.MonkeyPatch) ->
     model, batch = make()
     with open_parameters(model, [batch], loss=loss) as operator:
         everything = begun(operator, 1, 0)._sketches
-        monkeypatch.setattr(beginning, "MOST_ROWS", 5)
+        monkeypatch.setattr(beginning, "MOST_ROWS", 7)
         kept = begun(operator, 1, 0)
         assert kept.cotangents(1) is not None
-    assert everything is not None and kept._sketches is not None and len(kept._origins) == 5
+    assert everything is not None and kept._sketches is not None and len(kept._origins) == 7
     sizes = everything.norm(dim=1).sort(descending=True).values
-    torch.testing.assert_close(kept._sketches.norm(dim=1).sort(descending=True).values, sizes[:5])
+    torch.testing.assert_close(kept._sketches.norm(dim=1).sort(descending=True).values, sizes[:7])
+
+
+def test_too_many_samples_have_no_such_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make()
+    monkeypatch.setattr(beginning, "MOST_ROWS", SAMPLES - 1)
+    with open_parameters(model, [batch], loss=loss) as operator:
+        assert begun(operator, 1, 0).cotangents(1) is None
 
 
 def test_no_room_for_positions_means_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
