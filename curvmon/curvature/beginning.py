@@ -27,7 +27,8 @@ MOST_ROWS = 1024
 class _Projected(NamedTuple):
     """A layer's inputs and the projection of its outputs, both to WIDTH numbers."""
 
-    index: int
+    place: int
+    """of the layer among all"""
     layer: Layer
     inputs: Tensor
     """samples x positions x WIDTH"""
@@ -62,13 +63,13 @@ class Beginning:
         generator = torch.Generator("cpu").manual_seed(self._seed)
         self._batches.append(_Batch(columns, weight))
         self._projected, entries = [], 0
-        for index, layer in reversed(list(enumerate(layers))):  # the last ones see the fewest positions
+        for place, layer in reversed(list(enumerate(layers))):  # the last ones see the fewest positions
             positions = layer.positions(samples)
             entries += positions * samples * WIDTH
             if entries > MOST_ENTRIES:
                 break
             if positions:
-                self._projected.append(_Projected(index, layer, *layer.projections(samples, WIDTH, generator)))
+                self._projected.append(_Projected(place, layer, *layer.projections(samples, WIDTH, generator)))
         return bool(self._projected)
 
     def add(self, column: int, gradients: Sequence[Tensor]) -> None:
@@ -76,8 +77,8 @@ class Beginning:
         batch = self._batches[-1]
         samples = batch.columns.shape[1]
         total = batch.columns.new_zeros((samples, WIDTH, WIDTH))
-        for index, layer, inputs, onto in self._projected:
-            total.baddbmm_((layer.by_position(gradients[index], samples) @ onto).mT, inputs)
+        for place, layer, inputs, onto in self._projected:
+            total.baddbmm_((layer.by_position(gradients[place], samples) @ onto).mT, inputs)
         fresh = total.flatten(1) * batch.weight**0.5
         origins = torch.tensor([(len(self._batches) - 1, column, i) for i in range(samples)], device="cpu")
         sketches = fresh if self._sketches is None else torch.cat([self._sketches, fresh])
