@@ -94,15 +94,13 @@ def gauss_newton_trace(
         apart = _separable(layered, layout, columns[0])
         if len(apart) == len(layered.layers) and not layered.rest:
             total = 0.0
-            shown = None
-            if beginning is not None and not (factor.signs < 0).any():
-                shown = beginning if beginning.open_batch(layered.layers, factor.columns, share) else None
+            shown = beginning if beginning and beginning.open_batch(layered.layers, factor.columns, share) else None
             for number, (column, signs) in enumerate(zip(factor.columns, factor.signs.T)):
                 for sign in (1, -1):
                     if (weight := (signs == sign).to(column)).any():
                         gradients = _gradients(layered, layout.tensors(column * weight.unsqueeze(1)))
                         total += sign * _sizes(layered, apart, gradients)
-                        if shown is not None:
+                        if shown is not None and sign > 0:  # where S is negative there are no large eigenvalues
                             shown.add(number, gradients)
             eps = torch.finfo(factor.columns.dtype).eps
             return Part(total, 10 * eps * abs(total), len(columns) + 1)

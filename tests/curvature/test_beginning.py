@@ -15,6 +15,7 @@ from curvmon.curvature import beginning
 from curvmon.curvature.beginning import Beginning
 from curvmon.curvature.parameters import ParameterOperator, open_parameters
 from curvmon.curvature.traces import gauss_newton_trace, trace_of_parts
+from tests.curvature.test_spectrum import dense
 
 SAMPLES, CLASSES = 6, 3
 
@@ -160,3 +161,24 @@ def test_samples_that_meet_have_no_such_start() -> None:
 
     with open_parameters(model, [batch], loss=meeting) as operator:
         assert begun(operator, 2, 0).cotangents(1) is None
+
+
+def test_negative_curvature_of_the_loss_is_left_out() -> None:
+    """Confident samples have some by rounding alone: no reason to give up the start."""
+    model, batch = make()
+
+    def saddle(m: nn.Module, b: Any) -> Tensor:
+        out = m(b[0])
+        return F.cross_entropy(out, b[1]) - 0.05 * F.mse_loss(out, torch.ones_like(out))
+
+    with open_parameters(model, [batch], loss=saddle) as operator:
+        cotangents = begun(operator, 2, 0).cotangents(1)
+    with open_parameters(model, [batch], loss=loss) as operator:
+        convex = begun(operator, 2, 0).cotangents(1)
+    assert cotangents is not None and convex is not None
+    # the two losses are two outputs: the second, concave one, is not pulled back
+    torch.testing.assert_close(cotangents[0][:, :CLASSES], convex[0])
+    assert not cotangents[0][:, CLASSES:].any()
+    true = torch.linalg.eigvalsh(dense(model, batch, saddle)).flip(0)
+    found = curvmon.spectrum(model, batch, loss=saddle, k=2)
+    assert found.converged.all() and (found.eigenvalues - true[:2]).abs().max() < 1e-4 * true[0]
