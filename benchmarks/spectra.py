@@ -308,7 +308,7 @@ def eigenvalues(setting: Setting) -> list[str]:
 def warm_start(setting: Setting) -> str:
     """Products for the same model an epoch later: from a random vector, the gradient, Gauss-Newton, and warm.
 
-    Those of the search alone. Gauss-Newton is the start with trace=True; where the outputs are many, the gradient again.
+    Those of the search alone. Gauss-Newton is the start with trace=True; the gradient again where outputs are many.
     """
     cells = []
     size = sum(p.numel() for p in setting.model.parameters() if p.requires_grad)
