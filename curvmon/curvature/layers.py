@@ -22,6 +22,7 @@ from torch.func import functional_call, vjp, vmap
 
 from curvmon.curvature.operators import precise_dtype
 from curvmon.curvature.outputs import zero_leaf
+from curvmon.curvature.randomness import gaussian
 
 _LINEAR_LAYERS = """
     Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d BatchNorm1d BatchNorm2d BatchNorm3d
@@ -29,6 +30,7 @@ _LINEAR_LAYERS = """
 """
 LINEAR_IN_THEIR_PARAMETERS = frozenset(getattr(nn, name) for name in _LINEAR_LAYERS.split())
 """these types only: what a subclass does is not known"""
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MOST_ENTRIES = 2**23
 """numbers that per-sample gradients take at a time"""
 
@@ -63,6 +65,33 @@ class Layer:
         for start in range(0, samples, step):
             total += self._chunk(start, x[start : start + step], g[start : start + step])
         return total
+
+    def positions(self, samples: int) -> int:
+        """Places at which the same weights act within a sample (tokens, pixels); 0 if `projections` has no answer."""
+        module = self._module
+        same = isinstance(module, nn.Linear) or (isinstance(module, _CONVOLUTIONS) and module.groups == 1)
+        if not (same and "weight" in self._trained and self.rows(samples) and self._x.ndim == self.tap.ndim):
+            return 0
+        return self.tap.numel() // (samples * len(self._trained["weight"]))
+
+    def projections(self, samples: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A(x) with `width` random outputs, samples x positions x width, and a random matrix, outputs x width.
+
+        The gradient by the weights is Σ_t g_t x_t^T over the positions t. With both its sides projected at random it
+        is small, and is had without the gradient itself.
+        """
+        weight = self._trained["weight"].detach()
+        random = {"weight": gaussian(weight[0], width, generator).T.reshape(width, *weight.shape[1:]) / width**0.5}
+        if self._module.bias is not None:
+            random["bias"] = weight.new_zeros(width)
+        inputs = self.by_position(functional_call(self._module, random, (self._x,)), samples)
+        return inputs, gaussian(weight.new_zeros(len(weight)), width, generator) / width**0.5
+
+    def by_position(self, outputs: Tensor, samples: int) -> Tensor:
+        """samples x positions x outputs."""
+        if not isinstance(self._module, nn.Linear):
+            outputs = outputs.movedim(1, -1)
+        return outputs.reshape(samples, -1, outputs.shape[-1])
 
     @property
     def _patch(self) -> int:

@@ -21,6 +21,7 @@ from curvmon.curvature.arguments import batch_size, check_arguments, explained, 
 from curvmon.curvature.autograd import bypassed, custom_functions, differentiate, product
 from curvmon.curvature.isolation import isolated, own_copy
 from curvmon.curvature.layers import Layer, used_once, watched_layers
+from curvmon.curvature.losses import Layout
 from curvmon.curvature.operators import check_finite
 from curvmon.curvature.randomness import reseed
 from curvmon.curvature.session import NOISE_SEED, Loss
@@ -71,6 +72,11 @@ class _GraphProducts:
         tangents = product(self._pullbacks, self._cotangents, z)
         curved = product(self._output_slopes, graph.output_taps, tangents)
         return product(graph.outputs, self._parameters, curved)
+
+    def pullback(self, rows: Tensor) -> list[Tensor]:
+        """J^T c for a cotangent, samples x outputs."""
+        layout = Layout(self._graph.outputs, len(rows), 0)
+        return product(self._graph.outputs, self._parameters, layout.tensors(rows))
 
 
 class ParameterOperator:
@@ -134,6 +140,17 @@ class ParameterOperator:
     def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
         """The loss of every batch by taps on its layers, and its weight; only where `has_ggn`."""
         return self._layered({self.names[i]: self._parameters[i] for i in self._once})
+
+    @property
+    def batches(self) -> int:
+        return len(self._losses)
+
+    def pullback(self, cotangents: Sequence[Tensor]) -> Tensor:
+        """Σ J_b^T c_b over the batches b, their weights left to c_b; only where `has_ggn`, and not counted."""
+        total = self.template.new_zeros(self.size)
+        for (_, graph), rows in zip(self._graphs(), cotangents):
+            total += torch.cat([tensor.reshape(-1).to(self.template) for tensor in graph.pullback(rows)])
+        return total
 
     def spend(self, products: int) -> None:
         """Count work that was done elsewhere."""

@@ -82,6 +82,8 @@ class Search:
         self._limit = limit
         self._generator = generator
         self._waited_for = self._k + 1 if smallest else self._k
+        self.capacity = self._k + EXTRA_VECTORS - 3
+        """vectors of one space"""
 
     def _is_done(self, values: Tensor, residuals: Tensor) -> bool:
         enough = residuals <= tolerances(values, self._rtol, self._k)
@@ -100,7 +102,7 @@ class Search:
 
     def ends(self, start: Tensor | None) -> Lanczos:
         """A Krylov space that holds the k largest eigenvalues and the smallest one, as far as the limit allows."""
-        space = Lanczos(self._operator.hessian, self._first(start), capacity=self._k + EXTRA_VECTORS - 3)
+        space = Lanczos(self._operator.hessian, self._first(start), capacity=self.capacity)
         while not space.exhausted and space.products < self._limit:
             space.step(self._k + 3, 2)
             ritz = space.ends(self._k, 1)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from curvmon.curvature.arguments import check_budget, check_integer
+from curvmon.curvature.beginning import Beginning
 from curvmon.curvature.groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
-from curvmon.curvature.lanczos import Lanczos
 from curvmon.curvature.parameters import ParameterOperator, open_parameters
 from curvmon.curvature.search import TRACE_PROBES, Found, Search
 from curvmon.curvature.session import Loss
@@ -62,9 +62,12 @@ def spectrum(
         ggn: also the top eigenvalue of the Gauss-Newton part, as a rule a few products more.
         trace: also the trace: that of the Gauss-Newton part, exactly where the outputs are few, and ten random probes
             for the rest (one if the network is piecewise linear: then there is none). Where the output is not known,
-            exactly on the Krylov space and by ten probes outside.
+            exactly on the Krylov space and by ten probes outside. Where the outputs are few, the same passes tell
+            roughly the leading eigenvectors of the Gauss-Newton part, and the search begins there: for one product
+            more, a few less in the search.
         density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 products more.
-        start: an earlier result for the same parameters; its eigenvectors are where to begin. Or a flat vector.
+        start: an earlier result for the same parameters; its eigenvectors are where to begin. Or a flat vector. By
+            default, what the trace tells (see there), or the gradient.
         seed: of the start vector and the probes.
         optimizer: whose limit of stability to compare with; see `stability_limit`. Adam and the like cost some products
             more, for the eigenvalue of the preconditioned Hessian.
@@ -99,8 +102,12 @@ def spectrum(
             operator.on_product = on_product
         generator = torch.Generator("cpu").manual_seed(seed)
         search = Search(operator, k, rtol, max_hvps, generator, smallest)
-        space = search.ends(_start(operator, start))
-        total, stderr = _trace(operator, search, space, generator) if trace else (math.nan, math.nan)
+        # what makes the trace also tells where to begin, so it comes first
+        parts, first = _parts(operator, search, generator, k, begins=start is None) if trace else (None, None)
+        space = search.ends(_start(operator, start) if first is None else first)
+        total, stderr = math.nan, math.nan
+        if trace:
+            total, stderr = search.trace(space) if parts is None else parts
         found, verified = search.verified(search.extract(space), verify)
         converged = found.settled(rtol, k)
         waited = converged if smallest else converged[:k]
@@ -171,26 +178,34 @@ def spectrum(
     )
 
 
-def _trace(
-    operator: ParameterOperator, search: Search, space: Lanczos, generator: torch.Generator
-) -> tuple[float, float]:
-    """By the parts of H where they are known; else exactly on the Krylov space, and by probes outside."""
-    few = operator.size - len(space.basis) <= TRACE_PROBES  # these probes are all directions there are
-    if few or not operator.has_ggn:
-        return search.trace(space)
+def _parts(
+    operator: ParameterOperator, search: Search, generator: torch.Generator, k: int, begins: bool
+) -> tuple[tuple[float, float] | None, Tensor | None]:
+    """The trace by the parts of H and its standard error; and, if wanted, where the search begins.
+
+    None for the trace where these parts are not known, or where the probes of `Search.trace` may be all directions
+    there are; for the start where single samples have no gradients of their own.
+    """
+    if operator.size <= search.capacity + TRACE_PROBES or not operator.has_ggn:
+        return None, None
+    beginning = Beginning(k, generator) if begins else None
     try:
-        by_parts = trace_of_parts(operator.layered(), generator)
+        found = trace_of_parts(operator.layered(), generator, beginning)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError):
         # the graph by layers runs modules apart from the model: a loss that differentiates by the parameters itself
         # does not find them in it, and a module that relies on its surroundings may not run
-        by_parts = None
-    if by_parts is None:
-        return search.trace(space)
-    total, stderr, spent = by_parts
+        found = None
+    if found is None:
+        return None, None
+    total, stderr, spent = found
     operator.spend(spent)
-    return total, stderr
+    cotangents = None if beginning is None else beginning.cotangents(operator.batches)
+    if cotangents is None:
+        return (total, stderr), None
+    operator.spend(1)  # a backward pass and the sketches, together less than a product
+    return (total, stderr), operator.pullback(cotangents)
 
 
 def _against_limit(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from curvmon.curvature.autograd import differentiate, product
+from curvmon.curvature.beginning import Beginning
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.layers import Layer
 from curvmon.curvature.losses import Layout, dense_factor, sketch
@@ -55,12 +56,15 @@ class Part(NamedTuple):
 
 
 def trace_of_parts(
-    graphs: Iterable[tuple[float, LayeredGraph]], generator: torch.Generator
+    graphs: Iterable[tuple[float, LayeredGraph]], generator: torch.Generator, beginning: Beginning | None = None
 ) -> tuple[float, float, int] | None:
-    """tr H of the weighted sum of some losses, its standard error, and how many products with H it was worth."""
+    """tr H of the weighted sum of some losses, its standard error, and how many products with H it was worth.
+
+    `beginning` is shown the gradients on the way, where every sample has its own.
+    """
     total = variance = spent = 0.0
     for weight, layered in graphs:
-        curved = gauss_newton_trace(layered, generator)
+        curved = gauss_newton_trace(layered, generator, beginning, weight)
         if curved is None:
             return None
         bent = remainder_trace(layered, generator)
@@ -71,7 +75,9 @@ def trace_of_parts(
     return total, math.sqrt(variance), int(spent)
 
 
-def gauss_newton_trace(layered: LayeredGraph, generator: torch.Generator) -> Part | None:
+def gauss_newton_trace(
+    layered: LayeredGraph, generator: torch.Generator, beginning: Beginning | None = None, share: float = 1.0
+) -> Part | None:
     """None where the loss has no root that is known, or a negative curvature that cannot be taken apart."""
     graph = layered.graph
     layout = Layout(graph.outputs, layered.samples, 0)
@@ -87,12 +93,15 @@ def gauss_newton_trace(layered: LayeredGraph, generator: torch.Generator) -> Par
         columns = [layout.tensors(column) for column in factor.columns]
         apart = _separable(layered, layout, columns[0])
         if len(apart) == len(layered.layers) and not layered.rest:
-            total = sum(
-                _sizes(layered, apart, layout.tensors(column * weight.unsqueeze(1))) * sign
-                for column, signs in zip(factor.columns, factor.signs.T)
-                for sign in (1, -1)
-                if (weight := (signs == sign).to(column)).any()
-            )
+            total = 0.0
+            shown = beginning if beginning and beginning.open_batch(layered.layers, factor.columns, share) else None
+            for number, (column, signs) in enumerate(zip(factor.columns, factor.signs.T)):
+                for sign in (1, -1):
+                    if (weight := (signs == sign).to(column)).any():
+                        gradients = _gradients(layered, layout.tensors(column * weight.unsqueeze(1)))
+                        total += sign * _sizes(layered, apart, gradients)
+                        if shown is not None and sign > 0:  # where S is negative there are no large eigenvalues
+                            shown.add(number, gradients)
             eps = torch.finfo(factor.columns.dtype).eps
             return Part(total, 10 * eps * abs(total), len(columns) + 1)
         if (factor.signs < 0).any():
@@ -111,7 +120,9 @@ def gauss_newton_trace(layered: LayeredGraph, generator: torch.Generator) -> Par
         def draw() -> list[Tensor]:
             return root.draw(generator)
 
-    samples = torch.tensor([_sizes(layered, apart, draw()) for _ in range(SKETCHES)], dtype=torch.float64)
+    samples = torch.tensor(
+        [_sizes(layered, apart, _gradients(layered, draw())) for _ in range(SKETCHES)], dtype=torch.float64
+    )
     return Part(samples.mean().item(), _standard_error(samples), SKETCHES + 2)
 
 
@@ -156,11 +167,14 @@ def _separable(layered: LayeredGraph, layout: Layout, column: list[Tensor]) -> l
     return found
 
 
-def _sizes(layered: LayeredGraph, apart: list[int], cotangents: list[Tensor]) -> float:
+def _gradients(layered: LayeredGraph, cotangents: list[Tensor]) -> list[Tensor]:
+    """J^T c, by the taps of all layers and by the other parameters."""
+    return product(layered.graph.outputs, [*(layer.tap for layer in layered.layers), *layered.rest], cotangents)
+
+
+def _sizes(layered: LayeredGraph, apart: list[int], gradients: list[Tensor]) -> float:
     """‖J^T c‖², the samples apart in those layers where they can be told apart."""
-    taps = [layer.tap for layer in layered.layers]
-    gradients = product(layered.graph.outputs, [*taps, *layered.rest], cotangents)
-    total = sum(norm_squared(g) for g in gradients[len(taps) :])
+    total = sum(norm_squared(g) for g in gradients[len(layered.layers) :])
     for i, (layer, gradient) in enumerate(zip(layered.layers, gradients)):
         total += layer.squared_norm(gradient, layered.samples if i in apart else 1)
     return total
