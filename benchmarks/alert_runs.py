@@ -147,7 +147,7 @@ class Run:
             )
         except CurvmonError as error:
             return Observed(str(error), Circumstances())
-        values = circumstances(self.model, [self.optimizer], self.training_loss)
+        values = circumstances(self.model, self.optimizer.param_groups[0]["lr"], self.training_loss)
         snapshot = Snapshot(step=self.step, epoch=self.epoch, measurement=found, spectrum=spectrum)
         return Observed(snapshot, Circumstances(values, found.operations))
 

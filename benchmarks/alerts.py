@@ -143,13 +143,13 @@ def _observed(stored: Sequence[Any]) -> list[Observed]:
 
 def alerts_in(measured: Sequence[Observed], alone: bool = False) -> list[int]:
     """Where curvmon tells of something, all rules included; `alone`: from the curvature, without circumstances."""
-    alarms, found, before = Alarms(), [], None
+    alarms, found, past = Alarms(), [], []
     for i, (snapshot, circumstances) in enumerate(measured):
         if isinstance(snapshot, str):
             alerts = alarms.diverged(snapshot, i, i)
         else:
-            alerts = alarms.update(snapshot, before, None if alone else circumstances)
-            before = snapshot
+            alerts = alarms.update(snapshot, past, None if alone else circumstances)
+            past.append(snapshot)
         found += [i for alert in alerts if alert.level != "info"]
     return found
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from curvmon.lightning.delivery import act, deliver
+from curvmon.lightning.pace import Pace
 from curvmon.lightning.ranks import Ranks
-from curvmon.lightning.running_loss import RunningLoss
 from curvmon.tracking.alarms import Alarms
 from curvmon.tracking.circumstances import Circumstances, circumstances
 from curvmon.tracking.history import Snapshot
@@ -25,7 +25,7 @@ class Alerting:
         self._alarms = Alarms(self._rules) if rules else None
         self._on_alert = on_alert
         self._key = f"{log_key_prefix}curvmon/alert"
-        self.losses = RunningLoss()
+        self.pace = Pace()
         self.told: list[Alert] = []
         """notices included"""
 
@@ -37,15 +37,17 @@ class Alerting:
     def notices(self) -> list[Alert]:
         return [alert for alert in self.told if alert.level == "info"]
 
-    def look(self, trainer: Any, module: Any, snapshot: Snapshot, before: Snapshot | None, ranks: Ranks) -> list[Alert]:
+    def look(
+        self, trainer: Any, module: Any, snapshot: Snapshot, past: Sequence[Snapshot], ranks: Ranks
+    ) -> list[Alert]:
         """What a new snapshot gives rise to."""
         if self._alarms is None:
             return []
-        values = circumstances(module, trainer.optimizers, self.losses.take())
+        values = circumstances(module, *self.pace.take(trainer.optimizers))
         found = snapshot.measurement
         # the first process's: training losses and running statistics differ from one to the next
         around = Circumstances(ranks.agreed(values), {} if found is None else found.operations)
-        return self._remembered(self._alarms.update(snapshot, before, around))
+        return self._remembered(self._alarms.update(snapshot, past, around))
 
     def diverged(self, reason: str | None, step: int, epoch: int) -> list[Alert]:
         """What a measurement gives rise to that found nothing finite."""

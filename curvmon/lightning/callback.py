@@ -234,7 +234,7 @@ class CurvatureMonitor(CallbackBase):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._active:
-            self._alerting.losses.see(outputs)
+            self._alerting.pace.see(outputs, trainer.optimizers)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=_step(trainer))
@@ -289,7 +289,7 @@ class CurvatureMonitor(CallbackBase):
             skipped=clocks[2],
         )
         self._compare_nodes(snapshot)
-        fresh = self._alerting.look(trainer, pl_module, snapshot, last, self._ranks)
+        fresh = self._alerting.look(trainer, pl_module, snapshot, list(self._history), self._ranks)
         if outcome.kind == "diverged" and (last is None or last.spectrum is not None):
             # the curvature of the parameters is not finite any more, although that between the layers still is
             fresh += self._alerting.diverged(outcome.error, step, snapshot.epoch)

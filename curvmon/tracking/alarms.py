@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curvmon.tracking.circumstances import Circumstances, Surroundings
@@ -23,15 +23,16 @@ class Alarms:
         self._surroundings = Surroundings()
 
     def update(
-        self, snapshot: Snapshot, before: Snapshot | None = None, circumstances: Circumstances | None = None
+        self, snapshot: Snapshot, past: Sequence[Snapshot] = (), circumstances: Circumstances | None = None
     ) -> list[Alert]:
-        """`before` is the snapshot before this one, if there is one."""
+        """`past` are the snapshots before this one; the last two are enough."""
         found = []
         causes = self._surroundings.update(circumstances or Circumstances())
         suspicious = any(cause.incriminating for cause in causes)
-        moves = self._watch.update(snapshot, suspicious) if self._rules.changes else None
-        if moves is not None:
-            found.append(change(moves, self._watch.strengths(moves), causes, before, snapshot))
+        changed = self._watch.update(snapshot, suspicious) if self._rules.changes else None
+        if changed is not None:
+            before = past[-changed.age] if len(past) >= changed.age else None
+            found.append(change(changed.moves, self._watch.strengths(changed.moves), causes, before, snapshot))
         return [*found, *self._book.update(snapshot)]
 
     def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:

@@ -7,7 +7,7 @@ cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +55,9 @@ class Cause(NamedTuple):
 
 
 @torch.no_grad()
-def circumstances(
-    model: nn.Module, optimizers: Iterable[Any] = (), training_loss: float = math.nan
-) -> dict[str, float]:
+def circumstances(model: nn.Module, rate: float = math.nan, training_loss: float = math.nan) -> dict[str, float]:
     """`learning rate`, `training loss`, `size of blocks.1.conv1.weight`, `statistics in norm.running_var`, …"""
-    found = {}
-    rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-    if rates:
-        found[RATE] = max(rates)
-    if math.isfinite(training_loss):
-        found[LOSS] = training_loss
+    found = {name: value for name, value in ((RATE, rate), (LOSS, training_loss)) if math.isfinite(value)}
     named = [
         *((f"{WEIGHTS}{name}", parameter) for name, parameter in model.named_parameters()),
         *((f"{BUFFERS}{name}", buffer) for name, buffer in model.named_buffers()),

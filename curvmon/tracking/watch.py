@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from curvmon.tracking.expectation import Expectation, Surprise
 from curvmon.tracking.history import Snapshot
@@ -72,8 +72,15 @@ class Vigilance:
     least_spread: float = 0.02
 
 
+class Change(NamedTuple):
+    """Something changed: what every series did, and how many measurements ago it began."""
+
+    moves: list[Move]
+    age: int
+
+
 class Watch:
-    """Takes every snapshot of a run; `update` returns the moves of all series if something changed, else None."""
+    """Takes every snapshot of a run; `update` returns what happened if something changed, else None."""
 
     def __init__(self, vigilance: Vigilance | None = None) -> None:
         self._vigilance = vigilance or Vigilance()
@@ -85,12 +92,13 @@ class Watch:
         self._past: list[float] = []
         """how clear changes seemed to be that were none"""
 
-    def update(self, snapshot: Snapshot, suspicious: bool = False) -> list[Move] | None:
+    def update(self, snapshot: Snapshot, suspicious: bool = False) -> Change | None:
         """`suspicious`: there is another sign that something happened just now."""
         points = watched(snapshot)
         moves = self._moves(points)
         if self._waiting is not None and self._confirms(moves):
-            return self._changed(moves, self._waiting, points)
+            self._begin_anew(self._waiting, points)
+            return Change(moves, age=2)
         if self._waiting is not None:
             self._accept(self._waiting)
             self._waiting = None
@@ -100,7 +108,8 @@ class Watch:
             self._past.append(self._bare(moves))
             del self._past[:-PAST]
         if strength >= 1 or (suspicious and self._is_suspected(moves)):
-            return self._changed(moves, points)
+            self._begin_anew(points)
+            return Change(moves, age=1)
         if strength >= self._vigilance.confirmed:
             self._waiting = points
         else:
@@ -166,14 +175,13 @@ class Watch:
             self._expectation(point).accept(point.value)
         self._quiet += 1
 
-    def _changed(self, moves: list[Move], first: Sequence[Watched], *rest: Sequence[Watched]) -> list[Move]:
+    def _begin_anew(self, first: Sequence[Watched], *rest: Sequence[Watched]) -> None:
         for point in first:
             self._expectation(point).restart(point.value)
         self._quiet = 1
         for points in rest:
             self._accept(points)
         self._waiting = None
-        return moves
 
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers only."""

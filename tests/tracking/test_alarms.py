@@ -35,11 +35,11 @@ def snapshot(
 
 
 def run(seed: int, points: int, **event: object) -> list[tuple[int, object]]:
-    rng, alarms, before, found = random.Random(seed), Alarms(), None, []
+    rng, alarms, past, found = random.Random(seed), Alarms(), [], []
     for i in range(points):
         now = snapshot(i, rng, **(event if i >= 15 else {}))  # type: ignore[arg-type]
-        found += [(i, alert) for alert in alarms.update(now, before) if alert.level != "info"]
-        before = now
+        found += [(i, alert) for alert in alarms.update(now, past) if alert.level != "info"]
+        past.append(now)
     return found
 
 
@@ -66,24 +66,24 @@ def test_the_alarms_go_through_a_checkpoint() -> None:
     """Stopped at every point: the rest of the run tells the same."""
     whole = [i for i, _ in run(3, 30, factors={"b": 3.0})]
     for stop in (5, 14, 15, 16, 20):
-        rng, alarms, before, found = random.Random(3), Alarms(), None, []
+        rng, alarms, past, found = random.Random(3), Alarms(), [], []
         for i in range(30):
             if i == stop:
                 state = alarms.state_dict()
                 alarms = Alarms()
                 alarms.load_state_dict(state)
             now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
-            found += [i for alert in alarms.update(now, before) if alert.level != "info"]
-            before = now
+            found += [i for alert in alarms.update(now, past) if alert.level != "info"]
+            past.append(now)
         assert found == whole
 
 
 def test_causes_are_named() -> None:
-    rng, alarms, before, messages = random.Random(0), Alarms(), None, []
+    rng, alarms, past, messages = random.Random(0), Alarms(), [], []
     for i in range(20):
         now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
         rate = {"learning rate": 0.1 if i < 15 else 2.0, "size of a.weight": 1.0 + 0.001 * i}
-        messages += [alert.message for alert in alarms.update(now, before, Circumstances(rate))]
-        before = now
+        messages += [alert.message for alert in alarms.update(now, past, Circumstances(rate))]
+        past.append(now)
     (message,) = messages
     assert "learning rate x 20" in message and "check the learning rate" in message and "size of" not in message
