@@ -141,7 +141,8 @@ class Search:
             while not (space.exhausted or settled) and self._operator.products < self._limit:
                 space.step(3, 2)
                 enough = space.products >= FRESH_STEPS
-                settled = enough and bool((space.ends(1, 1).residuals <= scale).all())
+                # the smallest one is part of it only where it is waited for
+                settled = enough and bool((space.ends(1, self._waited_for - self._k).residuals <= scale).all())
             if not space.basis:
                 return found, False
             ritz = space.ends(1, 1)
@@ -158,7 +159,8 @@ class Search:
         order = values.argsort(descending=True, stable=True).tolist()
         kept = [*order[: self._k], *order[self._k :][-1:]]
         merged = Found(values[kept], residuals[kept], [vectors[i] for i in kept])
-        changed = len(kept) > len(found.values) if few else bool(((merged.values - found.values).abs() > scale).any())
+        moved = (merged.values - found.values).abs()[: self._waited_for] if not few else None
+        changed = len(kept) > len(found.values) if moved is None else bool((moved > scale).any())
         return (merged, True) if changed else (found, False)
 
     def top(self, product: Product, start: Tensor) -> tuple[float, bool]:

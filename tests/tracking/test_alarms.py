@@ -55,6 +55,16 @@ def test_one_layer_that_changes_is_named_once() -> None:
         assert "; at b (also" in alert.message  # type: ignore[attr-defined]
 
 
+def test_an_unclear_change_waits_for_the_next_and_is_compared_with_what_was_before() -> None:
+    for seed in (2, 3, 4):
+        rng = random.Random(seed)
+        values = [snapshot(i, rng, {"b": 1.35} if i >= 15 else None) for i in range(17)]
+        ((at, alert),) = run(seed, 30, factors={"b": 1.35})
+        assert at == 16 and alert.where == "a--b"  # type: ignore[attr-defined]
+        before, after = (values[i].measurement.resonance[1, 2].item() for i in (14, 16))  # type: ignore[union-attr]
+        assert (alert.before, alert.after) == (before, after)  # type: ignore[attr-defined]
+
+
 def test_pairs_across_a_cut_are_one_alert() -> None:
     for seed in range(8):
         ((at, alert),) = run(seed, 30, cut="c")
