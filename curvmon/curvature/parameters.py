@@ -150,7 +150,7 @@ class ParameterOperator:
         total = self.template.new_zeros(self.size)
         for (_, graph), rows in zip(self._graphs(), cotangents):
             total += torch.cat([tensor.reshape(-1).to(self.template) for tensor in graph.pullback(rows)])
-        return total
+        return total.as_subclass(Tensor)  # a network may pass on a class of the batch's own
 
     def spend(self, products: int) -> None:
         """Count work that was done elsewhere."""

@@ -130,7 +130,8 @@ def test_a_request_to_stop_from_outside_is_heard() -> None:
     """A signal handler may set it in the seconds that a measurement takes."""
 
     class Stopping(CurvatureMonitor):
-        def _report(self, trainer: Any, *args: Any) -> None:
+        def _measure(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            super()._measure(trainer, *args, **kwargs)
             trainer.should_stop = True
 
     def loss(module: Any, batch: Any) -> Tensor:
