@@ -115,7 +115,9 @@ def _place(moves: Sequence[Move], causes: Sequence[Cause], now: Snapshot) -> Pla
             affected = sorted(
                 (move for move in moves if move.family == "coupling"), key=lambda move: -move.surprise.score
             )
-            return Place(None, [Pair(*move.where.split("--", 1)) for move in affected])
+            # where all have a part in it, the first third stands out enough to be named
+            named = affected[: max(1, len(affected) // 3)]
+            return Place(None, [Pair(*move.where.split("--", 1)) for move in named])
     return Place(node, straddling(nodes, node) or [Pair(node, other) for other in nodes[1:]])
 
 
