@@ -12,6 +12,7 @@ import argparse
 import logging
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -24,8 +25,29 @@ from curvmon.lightning.budget import Budget
 from examples.image_classifier import Classifier, ResNet, digits, prepared
 
 
+class Timed(CurvatureMonitor):
+    """Every hook with a stopwatch of its own, which the budget knows nothing of."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.seconds_in_hooks = 0.0
+        for name in dir(CurvatureMonitor):
+            if name.startswith("on_") and getattr(CurvatureMonitor, name) is not getattr(pl.Callback, name, None):
+                setattr(self, name, self._timed(getattr(self, name)))
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.seconds_in_hooks += time.perf_counter() - began
+
+        return timed
+
+
 class Clock(pl.Callback):
-    """Seconds of the whole run, and of what happens in the monitor's hooks."""
+    """Seconds of the whole run."""
 
     def __init__(self) -> None:
         self.whole = 0.0
@@ -37,10 +59,10 @@ class Clock(pl.Callback):
         self.whole = time.perf_counter() - self._began
 
 
-def run(minutes: float, free: float, limit: float | None) -> tuple[CurvatureMonitor, float]:
+def run(minutes: float, free: float, limit: float | None) -> tuple[Timed, float]:
     pl.seed_everything(0, verbose=False)
     train, val = prepared(digits())
-    monitor, clock = CurvatureMonitor(max_overhead=limit), Clock()
+    monitor, clock = Timed(max_overhead=limit), Clock()
     monitor._budget = Budget(limit, free)
     trainer = pl.Trainer(
         max_epochs=-1,
@@ -67,7 +89,7 @@ def main() -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     monitor, whole = run(options.minutes, options.free, options.limit)
-    measured = monitor._budget.measured
+    measured = monitor.seconds_in_hooks
     allowed = options.free + options.limit * (whole - measured)
     one = max(snapshot.seconds for snapshot in monitor.snapshots)
     print(f"{machine()}\n")

@@ -185,7 +185,10 @@ def watched_layers(
 def _is_linear(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
         return False  # normalises by the batch: a sample's own gradient is no function of that sample
-    return type(module) in LINEAR_IN_THEIR_PARAMETERS
+    if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+        return False  # computes something else than its class says: a patch, weight_norm, pruning, a user's hook
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return type(module) in LINEAR_IN_THEIR_PARAMETERS and own <= {"weight", "bias"}
 
 
 def used_once(loss: Tensor, parameters: Sequence[Tensor]) -> set[int]:

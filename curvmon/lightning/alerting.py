@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from curvmon.lightning.base import warn
 from curvmon.lightning.delivery import act, deliver
 from curvmon.lightning.pace import Pace
 from curvmon.lightning.ranks import Ranks
@@ -25,7 +26,7 @@ class Alerting:
         self._alarms = Alarms(self._rules) if rules else None
         self._on_alert = on_alert
         self._key = f"{log_key_prefix}curvmon/alert"
-        self.pace = Pace()
+        self._pace = Pace()
         self.told: list[Alert] = []
         """notices included"""
 
@@ -37,23 +38,39 @@ class Alerting:
     def notices(self) -> list[Alert]:
         return [alert for alert in self.told if alert.level == "info"]
 
+    def see(self, trainer: Any, module: Any, outputs: Any) -> None:
+        """A training step as it passes."""
+        if self._alarms is not None:
+            accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            self._pace.see(outputs, trainer.optimizers, accumulated)
+
     def look(
         self, trainer: Any, module: Any, snapshot: Snapshot, past: Sequence[Snapshot], ranks: Ranks
     ) -> list[Alert]:
         """What a new snapshot gives rise to."""
+
+        def found(alarms: Alarms) -> list[Alert]:
+            values = circumstances(module, *self._pace.take(trainer.optimizers))
+            operations = {} if snapshot.measurement is None else snapshot.measurement.operations
+            return alarms.update(snapshot, past, Circumstances(values, operations))
+
+        return self._decided(found, ranks)
+
+    def diverged(self, reason: str | None, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
+        """What a measurement gives rise to that found nothing finite."""
+        return self._decided(lambda alarms: alarms.diverged(reason or "", step, epoch), ranks)
+
+    def _decided(self, find: Callable[[Alarms], list[Alert]], ranks: Ranks) -> list[Alert]:
+        """By the first process, for all: losses and running statistics differ, and rounding may decide."""
         if self._alarms is None:
             return []
-        values = circumstances(module, *self.pace.take(trainer.optimizers))
-        found = snapshot.measurement
-        # the first process's: training losses and running statistics differ from one to the next
-        around = Circumstances(ranks.agreed(values), {} if found is None else found.operations)
-        return self._remembered(self._alarms.update(snapshot, past, around))
-
-    def diverged(self, reason: str | None, step: int, epoch: int) -> list[Alert]:
-        """What a measurement gives rise to that found nothing finite."""
-        return [] if self._alarms is None else self._remembered(self._alarms.diverged(reason or "", step, epoch))
-
-    def _remembered(self, fresh: list[Alert]) -> list[Alert]:
+        fresh: list[Alert] = []
+        if ranks.rank == 0:
+            try:
+                fresh = find(self._alarms)
+            except Exception as error:
+                warn(f"alerts failed at this measurement ({type(error).__name__}: {error}); training goes on")
+        fresh = ranks.agreed(fresh)
         self.told += fresh
         return fresh
 

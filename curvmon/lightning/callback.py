@@ -234,7 +234,7 @@ class CurvatureMonitor(CallbackBase):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._active:
-            self._alerting.pace.see(outputs, trainer.optimizers)
+            self._alerting.see(trainer, pl_module, outputs)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=_step(trainer))
@@ -292,7 +292,7 @@ class CurvatureMonitor(CallbackBase):
         fresh = self._alerting.look(trainer, pl_module, snapshot, list(self._history), self._ranks)
         if outcome.kind == "diverged" and (last is None or last.spectrum is not None):
             # the curvature of the parameters is not finite any more, although that between the layers still is
-            fresh += self._alerting.diverged(outcome.error, step, snapshot.epoch)
+            fresh += self._alerting.diverged(outcome.error, step, snapshot.epoch, self._ranks)
         self._history.append(replace(snapshot, alerts=len(self.alerts)))
         self._report.write(trainer, list(self._history), self.alerts, fresh)
         self._alerting.tell(trainer, fresh)
@@ -310,7 +310,8 @@ class CurvatureMonitor(CallbackBase):
     def _failed(self, trainer: Any, outcome: Outcome, step: int) -> None:
         """One warning of every kind; what cannot work later is not tried again."""
         if outcome.kind == "diverged":
-            fresh = self._alerting.diverged(outcome.error, step, trainer.current_epoch)
+            assert self._ranks is not None
+            fresh = self._alerting.diverged(outcome.error, step, trainer.current_epoch, self._ranks)
             if fresh:
                 self._report.count(trainer, self.alerts, step)
             self._alerting.tell(trainer, fresh)

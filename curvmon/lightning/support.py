@@ -36,7 +36,8 @@ def refusal(trainer: Any, module: Any, has_loss: bool) -> str | None:
 
 def validates(trainer: Any) -> bool:
     """There is something to validate on. A loader without batches is never run, and no hook tells of it."""
-    return bool(trainer.enable_validation) and any(trainer.num_val_batches)
+    batches = trainer.num_val_batches  # empty as long as the loader has not been looked at
+    return bool(trainer.enable_validation) and (not batches or any(batches))
 
 
 def has_no_shape_yet(module: nn.Module) -> bool:

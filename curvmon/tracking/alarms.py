@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from curvmon.tracking.circumstances import Circumstances, Surroundings
@@ -18,7 +19,8 @@ class Alarms:
 
     def __init__(self, rules: AlertRules | None = None, vigilance: Vigilance | None = None) -> None:
         self._rules = rules or AlertRules()
-        self._watch = Watch(vigilance)
+        vigilance = vigilance or Vigilance()
+        self._watch = Watch(replace(vigilance, caution=vigilance.caution / self._rules.sensitivity))
         self._book = RuleBook(self._rules)
         self._surroundings = Surroundings()
 

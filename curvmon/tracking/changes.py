@@ -160,6 +160,7 @@ class ChangeDetector:
         return [max(0.0, self._sums[0] + sign - slack), max(0.0, self._sums[1] - sign - slack)]
 
     def _scaled(self, value: float, stderr: float) -> Point | None:
+        value, stderr = float(value), float(stderr)  # numpy's numbers would not pass through a checkpoint
         if not math.isfinite(value) or (self.scale == "log" and value <= 0):
             return None
         stderr = stderr if math.isfinite(stderr) else abs(value)

@@ -72,7 +72,13 @@ def circumstances(model: nn.Module, rate: float = math.nan, training_loss: float
 
 def _can_be_weighed(tensor: Tensor) -> bool:
     """Not one of eight bits, which are promoted to nothing, nor one without data or shape."""
-    if not tensor.is_floating_point() or tensor.is_meta or tensor.layout != torch.strided or is_lazy(tensor):
+    if (
+        is_lazy(tensor)
+        or not tensor.is_floating_point()
+        or tensor.is_meta
+        or tensor.is_nested
+        or tensor.layout != torch.strided
+    ):
         return False
     return tensor.element_size() > 1
 

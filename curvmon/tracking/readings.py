@@ -83,6 +83,9 @@ def change(
     readings = {family: _reading(family, moves, place, before, now) for family in families}
     family = next((f for f in families if readings[f].shows), families[0])
     reading = readings[family]
+    if math.isnan(reading.before):  # not measured then: what was expected instead
+        size = max((move.surprise for move in moves if move.family == family), key=lambda s: s.score).size
+        reading = reading._replace(before=reading.after / math.exp(size))
     return Alert(
         kind="jump",
         metric=reading.metric,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from curvmon.errors import InputError
 from curvmon.tracking.history import Snapshot
 from curvmon.types import Alert, Level
 
@@ -23,6 +24,8 @@ class AlertRules:
 
     changes: bool = True
     """abrupt changes of resonance, coupling, stable rank, GN-Gap, the top eigenvalue or the probe batch's loss"""
+    sensitivity: float = 1.0
+    """to changes: 2 tells them at half the usual proof, 0.5 at twice"""
     edge_of_stability: float | None = 1.0
     """λ_1 over the optimizer's stability limit; a notice, no alert: most runs get there"""
     far_beyond_stability: float | None = 20.0
@@ -44,8 +47,30 @@ class AlertRules:
     """measurements in a row for which a condition has to hold"""
 
     def __post_init__(self) -> None:
-        if self.lasting < 1:
-            raise ValueError(f"lasting must be at least 1, not {self.lasting}")
+        for name in ("changes", "not_finite"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for name in (
+            "edge_of_stability",
+            "far_beyond_stability",
+            "coupling_above",
+            "saddle",
+            "rank_collapse",
+            "gn_gap_above",
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise InputError(f"{name} must be a number, or None to switch it off, not {value!r}")
+        for name in ("sensitivity", "stalled"):
+            if not isinstance(getattr(self, name), (int, float)) or not getattr(self, name) > 0:
+                raise InputError(f"{name} must be a positive number, not {getattr(self, name)!r}")
+        if not isinstance(self.lasting, int) or self.lasting < 1:
+            raise InputError(f"lasting must be a whole number of at least 1, not {self.lasting!r}")
+
+
+_OF_OPTIMIZER = {"edge_of_stability", "far_beyond_stability"}
+_OF_SPECTRUM = {*_OF_OPTIMIZER, "saddle"}
+_OF_PAIRS = {"coupling_above", "rank_collapse", "gn_gap_above"}
 
 
 class Finding(NamedTuple):
@@ -83,7 +108,12 @@ class RuleBook:
             self._rank(snapshot),
             self._gap(snapshot),
         ]
-        return self._spoken([f for f in found if f is not None], snapshot.step, snapshot.epoch)
+        known: set[str] = set()
+        if snapshot.spectrum is not None:
+            known |= _OF_SPECTRUM - (_OF_OPTIMIZER if math.isnan(snapshot.spectrum.stability_ratio) else set())
+        if snapshot.measurement is not None:
+            known |= _OF_PAIRS
+        return self._spoken([f for f in found if f is not None], known, snapshot.step, snapshot.epoch)
 
     def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
         """There was nothing to measure: the loss or its derivatives are not finite."""
@@ -94,9 +124,10 @@ class RuleBook:
         nan = math.nan
         return [Alert("not_finite", "loss", "loss", nan, nan, math.inf, step, epoch, message, "error")]
 
-    def _spoken(self, found: list[Finding], step: int, epoch: int) -> list[Alert]:
+    def _spoken(self, found: list[Finding], known: set[str], step: int, epoch: int) -> list[Alert]:
+        """A rule that could not be looked at is left as it was: a missing number is no end of a condition."""
         holding = {f.rule for f in found}
-        for rule in {*self._held, *holding, *self._told}:
+        for rule in known | {"not_finite"}:
             before = self._held.get(rule, 0)
             self._held[rule] = max(before, 0) + 1 if rule in holding else min(before, 0) - 1
             if self._held[rule] <= -self._rules.lasting or (rule == "not_finite" and rule not in holding):
@@ -190,8 +221,8 @@ class RuleBook:
         limit, found = self._rules.gn_gap_above, snapshot.measurement
         if limit is None or found is None:
             return None
-        excess = found.gn_gap - BEYOND_ERROR * found.stderr["gn_gap"].nan_to_num(0, posinf=0)
-        excess = excess.where(found.gn_gap.isfinite(), -math.inf)
+        error = found.stderr["gn_gap"]
+        excess = (found.gn_gap - BEYOND_ERROR * error).where(found.gn_gap.isfinite() & error.isfinite(), -math.inf)
         i, j = sorted(divmod(int(excess.argmax()), len(found.nodes)))
         if not excess[i, j].item() > limit:
             return None

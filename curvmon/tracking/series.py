@@ -62,7 +62,9 @@ def _resonances(m: Measurement) -> list[Watched]:
         return []
     names, values, relative = zip(*known)
     mean = sum(values) / len(values)
-    found = [Watched("level", "", mean, max(relative) / math.sqrt(len(values)))]
+    # the mean over some of the layers is another series than that over all
+    which = "" if len(known) == len(m.nodes) else ",".join(names)
+    found = [Watched("level", which, mean, max(relative) / math.sqrt(len(values)))]
     if len(values) > 1:
         found += [Watched("profile", name, v - mean, e) for name, v, e in known]
     for i in range(1, len(values) - 1):

@@ -89,32 +89,48 @@ class Watch:
         """the measurement before this one, if it was off, but not far enough to be told by itself"""
         self._quiet = 0
         """measurements since the last change"""
+        self._nodes: tuple[str, ...] | None = None
         self._past: list[float] = []
         """how clear changes seemed to be that were none"""
 
     def update(self, snapshot: Snapshot, suspicious: bool = False) -> Change | None:
         """`suspicious`: there is another sign that something happened just now."""
+        if snapshot.measurement is not None:
+            self._compare_nodes(snapshot.measurement.nodes)
         points = watched(snapshot)
         moves = self._moves(points)
         if self._waiting is not None and self._confirms(moves):
             self._begin_anew(self._waiting, points)
             return Change(moves, age=2)
         if self._waiting is not None:
+            self._seemed(self._moves(self._waiting))
             self._accept(self._waiting)
             self._waiting = None
             moves = self._moves(points)
         strength = self.strength(moves)
-        if self._quiet >= self._vigilance.warm_up and strength < 1:
-            self._past.append(self._bare(moves))
-            del self._past[:-PAST]
         if strength >= 1 or (suspicious and self._is_suspected(moves)):
             self._begin_anew(points)
             return Change(moves, age=1)
         if strength >= self._vigilance.confirmed:
             self._waiting = points
         else:
+            self._seemed(moves)
             self._accept(points)
         return None
+
+    def _compare_nodes(self, nodes: tuple[str, ...]) -> None:
+        """With other nodes, the series of pairs and layers start anew; sharpness and loss go on."""
+        if self._nodes is not None and self._nodes != nodes:
+            whole = ("lambda_1", "loss")
+            self._expectations = {key: held for key, held in self._expectations.items() if key[0] in whole}
+            self._waiting, self._quiet = None, 0
+        self._nodes = nodes
+
+    def _seemed(self, moves: Sequence[Move]) -> None:
+        """Remember how clear a change seemed to be that was none."""
+        if self._quiet >= self._vigilance.warm_up:
+            self._past.append(self._bare(moves))
+            del self._past[:-PAST]
 
     def _is_suspected(self, moves: Sequence[Move]) -> bool:
         rules = self._vigilance
@@ -156,7 +172,7 @@ class Watch:
             return False
         before = {(m.family, m.where): _signed(m) for m in self._moves(self._waiting)}
         now = {(m.family, m.where): _signed(m) for m in moves}
-        shared = before.keys() & now.keys()
+        shared = [key for key in before if key in now]  # in a fixed order: sums of floats depend on it
         product = sum(before[key] * now[key] for key in shared)
         sizes = [math.sqrt(sum(side[key] ** 2 for key in shared)) for side in (before, now)]
         return product > self._vigilance.alike * sizes[0] * sizes[1]
@@ -190,6 +206,7 @@ class Watch:
             "waiting": None if self._waiting is None else [list(point) for point in self._waiting],
             "quiet": self._quiet,
             "past": list(self._past),
+            "nodes": None if self._nodes is None else list(self._nodes),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,6 +217,7 @@ class Watch:
         waiting = state["waiting"]
         self._waiting = None if waiting is None else [Watched(*point) for point in waiting]
         self._quiet, self._past = state["quiet"], list(state["past"])
+        self._nodes = None if state["nodes"] is None else tuple(state["nodes"])
 
 
 def _signed(move: Move) -> float:

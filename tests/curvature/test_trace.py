@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import curvmon
 from curvmon.curvature.parameters import open_parameters
@@ -93,6 +94,21 @@ def pair(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: Through(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 3))
 
 
+def disguised(disguise: Callable[[nn.Linear], Any]) -> Callable[[], nn.Module]:
+    """Between two plain layers, one that computes something else than its class says."""
+
+    def build() -> nn.Module:
+        odd = nn.Linear(4, 4)
+        disguise(odd)
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), odd, nn.Tanh(), nn.Linear(4, 3))
+
+    return build
+
+
+def forward_squared(layer: nn.Linear) -> None:
+    layer.forward = lambda x: F.linear(x, layer.weight.square(), layer.bias)  # type: ignore[method-assign]
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "relu convolutions": (relu_convolutions, (2, 7, 7)),
     "odd convolutions": (odd_convolutions, (2, 5, 5)),
@@ -105,6 +121,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "never called": (pair(never_called), (5,)),
     "called twice, once without gradients": (pair(called_for_a_target_too), (5,)),
     "gated": (lambda: Through(gated, a=nn.Linear(5, 4), b=nn.Linear(4, 3), c=nn.Linear(5, 4)), (5,)),
+    "weight norm of old": (disguised(lambda layer: nn.utils.weight_norm(layer)), (5,)),
+    "pruned": (disguised(lambda layer: prune.random_unstructured(layer, "weight", 0.4)), (5,)),
+    "another forward": (disguised(forward_squared), (5,)),
+    "a hook in front": (disguised(lambda layer: layer.register_forward_pre_hook(lambda m, args: (2 * args[0],))), (5,)),
+    "a hook behind": (disguised(lambda layer: layer.register_forward_hook(lambda m, args, y: 2 * y)), (5,)),
     "many outputs": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 40)), (5,)),
     "attention": (Attention, (4, 6)),
     "lstm": (Recurrent, (5, 3)),

@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 from benchmarks.alert_runs import EVENTS
 from curvmon import Alert, AlertRules, CurvatureMonitor, InputError
 from curvmon.lightning.figures import heatmap, spectrum_over_time
+from curvmon.tracking.alarms import Alarms
 from tests.lightning.disturbed import fit
 from tests.lightning.readers import TensorBoard, Wandb
 
@@ -191,8 +192,30 @@ def test_wrong_settings_are_told_at_once(settings: dict[str, Any]) -> None:
         CurvatureMonitor(**settings)
 
 
-def test_rules_are_an_argument() -> None:
-    assert CurvatureMonitor(alerts=AlertRules(saddle=None, gn_gap_above=2.0)).alerts == []
+@pytest.mark.filterwarnings("ignore:curvmon. not measured")
+def test_rules_are_an_argument(quiet: Any, tmp_path: Path) -> None:
+    for rules, told in ((AlertRules(not_finite=False), 0), (AlertRules(changes=False), 1)):
+        monitor, _ = fit(tmp_path, QUIET + 1, "NaN in a weight", QUIET, checkpoint=quiet[0], alerts=rules)
+        assert len(monitor.alerts) == told
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"lasting": 3.0}, {"lasting": 0}, {"coupling_above": "1"}, {"saddle": True}, {"changes": 1}, {"sensitivity": 0}],
+)
+def test_wrong_rules_are_told_at_once(rules: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(rules))):
+        AlertRules(**rules)
+
+
+def test_alerts_that_fail_are_a_warning(quiet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(Alarms, "update", broken)
+    with pytest.warns(UserWarning, match="alerts failed at this measurement .RuntimeError: out of order"):
+        monitor, trainer = fit(tmp_path, QUIET + 1, checkpoint=quiet[0])
+    assert trainer.current_epoch == QUIET + 1 and len(monitor.history) == QUIET + 2
 
 
 def test_two_processes_give_one_alert(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 
-from curvmon import Measurement
+from curvmon import AlertRules, Measurement
 from curvmon.tracking.alarms import Alarms
 from curvmon.tracking.circumstances import Circumstances
 from curvmon.tracking.history import Snapshot
@@ -97,3 +98,34 @@ def test_causes_are_named() -> None:
         past.append(now)
     (message,) = messages
     assert "learning rate x 20" in message and "check the learning rate" in message and "size of" not in message
+
+
+def test_other_nodes_start_anew() -> None:
+    rng, alarms = random.Random(0), Alarms()
+    for i in range(40):
+        now = snapshot(i, rng, dict.fromkeys(NODES, 50.0 if i >= 20 else 1.0))
+        assert now.measurement is not None
+        names = tuple(f"{name}{i >= 20}" for name in NODES)
+        alerts = alarms.update(replace(now, measurement=replace(now.measurement, nodes=names)))
+        assert not [alert for alert in alerts if alert.level != "info"]
+
+
+def test_what_was_not_measured_before_is_what_was_expected() -> None:
+    """The snapshot before has other nodes, so no value for the pair: the direction is right all the same."""
+    rng, alarms, found = random.Random(1), Alarms(), []
+    for i in range(20):
+        now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
+        found += [alert for alert in alarms.update(now, [Snapshot(step=i, epoch=i)]) if alert.level != "info"]
+    (alert,) = found
+    assert 0 < alert.before < alert.after and " rose from " in alert.message
+
+
+def test_sensitivity_is_a_factor() -> None:
+    def told(sensitivity: float) -> int:
+        rng, alarms, found = random.Random(2), Alarms(AlertRules(sensitivity=sensitivity)), 0
+        for i in range(20):
+            alerts = alarms.update(snapshot(i, rng, {"b": 1.4} if i >= 15 else None))
+            found += sum(alert.level != "info" for alert in alerts)
+        return found
+
+    assert told(0.4) == 0 and told(2.0) == 1
