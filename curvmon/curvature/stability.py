@@ -12,6 +12,7 @@ keeps it there, the edge of stability. The limits follow from the roots of the u
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ import torch
 from torch import Tensor
 
 from curvmon.errors import InputError
+
+NEGLIGIBLE = 1e-4
+"""of the usual size of gradients"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +87,25 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
     (factor,) = factors
     if math.isinf(factor):
         return _unknown("dampening of one: the gradient has no effect")
+    idle = [] if kind == "SGD" else _idle(scales)
+    for parameter in idle:
+        del scales[parameter]
+    if idle:
+        reason += f" ({len(idle)} tensors with vanishing gradients left out)"
     still = len(scales) < sum(len(group["params"]) for group in optimizer.param_groups)
     if kind == "SGD" and len(rates) == 1 and not decays and not still:
         return StabilityLimit(factor / rates.pop(), reason)
     return StabilityLimit(factor, f"{reason}, of the Hessian preconditioned by the optimizer", scales, decays)
+
+
+def _idle(scales: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """Parameters whose gradients vanish beside the others': a bias in front of batch norm, which training cancels.
+
+    Their second moments are rounding, and dividing by them would make them the sharpest of all.
+    """
+    sizes = {parameter: scale.square().mean().sqrt().item() for parameter, scale in scales.items()}
+    usual = statistics.median(sizes.values())
+    return [parameter for parameter, size in sizes.items() if size < NEGLIGIBLE * usual]
 
 
 def _unknown(reason: str) -> StabilityLimit:

@@ -30,7 +30,7 @@ class Budget:
     """
 
     def __init__(self, max_overhead: float | None, free: float = FREE_SECONDS) -> None:
-        self._max_overhead = max_overhead
+        self.max_overhead = max_overhead
         self._free = free
         self.measured = 0.0
         """seconds spent measuring"""
@@ -42,9 +42,9 @@ class Budget:
 
     def plan(self, trained: float) -> Plan:
         self.trained = max(trained, self.trained)
-        if self._max_overhead is None or self._full is None:
+        if self.max_overhead is None or self._full is None:
             return Plan(1.0)
-        left = self._free + self._max_overhead * self.trained - self.measured
+        left = self._free + self.max_overhead * self.trained - self.measured
         share = left / self._full if self._full else 1.0
         if share >= 1:
             return Plan(1.0)

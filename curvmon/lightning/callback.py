@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from curvmon.tracking.history import History, Snapshot
 from curvmon.tracking.recipe import Recipe, untold
 from curvmon.tracking.rules import AlertRules
 from curvmon.types import METRICS, Alert, Measurement, Metric, Spectrum
+
+log = logging.getLogger("curvmon")
 
 
 class CurvatureMonitor(CallbackBase):
@@ -261,6 +264,7 @@ class CurvatureMonitor(CallbackBase):
         self._measured_at = trainer.global_step
         plan: Plan = self._ranks.agreed(self._budget.plan(self._trained()))
         if plan.skips:
+            self._skipped(trainer, step)
             return
         began = time.perf_counter()
         last = self._history.last
@@ -298,6 +302,16 @@ class CurvatureMonitor(CallbackBase):
         self._alerting.tell(trainer, fresh)
         # pictures and logging cost time as well
         self._budget.measured += time.perf_counter() - began - seconds
+
+    def _skipped(self, trainer: Any, step: int) -> None:
+        """Points that are missing show as such, and the first one says why."""
+        self._report.skipped(trainer, self._budget.skipped, step)
+        if self._budget.skipped == 1 and trainer.is_global_zero:
+            log.info(
+                "curvmon leaves out measurements to stay within max_overhead=%g of the training time beyond 30 s; "
+                "max_overhead=None measures at every validation, heatmaps=False and fewer nodes make it cheaper",
+                self._budget.max_overhead,
+            )
 
     def _compare_nodes(self, snapshot: Snapshot) -> None:
         before = self._history.nodes

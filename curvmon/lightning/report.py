@@ -57,6 +57,13 @@ class Report:
         if trainer.is_global_zero:
             self._sinks.write(trainer, {f"{self._prefix}curvmon/alerts": float(len(alerts))}, {}, step)
 
+    def skipped(self, trainer: Any, count: int, step: int) -> None:
+        """How many measurements were left out so far, this one included."""
+        values = {f"{self._prefix}curvmon/skipped": float(count)}
+        publish(trainer, values)
+        if trainer.is_global_zero:
+            self._sinks.write(trainer, values, {}, step)
+
     def _pictures(
         self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]
     ) -> dict[str, Draw]:

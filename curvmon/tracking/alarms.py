@@ -31,7 +31,8 @@ class Alarms:
         found = []
         causes = self._surroundings.update(circumstances or Circumstances())
         suspicious = any(cause.incriminating for cause in causes)
-        changed = self._watch.update(snapshot, suspicious) if self._rules.changes else None
+        gap = len(past) > 0 and snapshot.skipped > past[-1].skipped
+        changed = self._watch.update(snapshot, suspicious, gap) if self._rules.changes else None
         if changed is not None:
             before = past[-changed.age] if len(past) >= changed.age else None
             found.append(change(changed.moves, self._watch.strengths(changed.moves), causes, before, snapshot))

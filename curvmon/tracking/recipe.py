@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -132,6 +132,8 @@ class Recipe:
             )
 
         found = _in_parts(list(batches), whole)
+        if share < 1:
+            found = replace(found, notes=(*found.notes, "trace and Gauss-Newton eigenvalue left out to save time"))
         # not on the device: training needs the room until then
         return found.without_vectors(), found.start_vector().cpu()
 

@@ -31,14 +31,16 @@ class AlertRules:
     far_beyond_stability: float | None = 20.0
     """the same ratio as a warning. A probe batch of 32 is sharper than the whole data, so runs that train well reach
     several times the limit; for training with full batches, 1.5 is far"""
-    coupling_above: float | None = 1.0
-    """a coupling larger than this by more than its error; a notice"""
+    coupling_above: float | None = 1.05
+    """a coupling larger than this by more than its error; a notice. Above 1 it takes curvature outside Gauss-Newton,
+    a little above 1 little of it"""
     saddle: float | None = -0.5
     """smallest eigenvalue over λ_1, while the loss stalls"""
     stalled: float = 0.01
     """relative change of the loss over `lasting` measurements that counts as stalling"""
     rank_collapse: float | None = 1.02
-    """mean stable rank between different layers, after it has been at least twice as large"""
+    """mean stable rank between different layers, after it has been at least twice as large; a notice: small networks
+    get there by training well"""
     gn_gap_above: float | None = None
     """a level for the largest GN-Gap"""
     not_finite: bool = True
@@ -215,7 +217,7 @@ class RuleBook:
             f"the stable rank between layers fell to {value:.3g} (it was {self._highest_rank:.2g}): a single direction "
             "carries all curvature; check for collapsed representations, or a single sample that dominates the loss"
         )
-        return Finding("rank_collapse", "stable_rank", "all pairs", limit, value, message)
+        return Finding("rank_collapse", "stable_rank", "all pairs", limit, value, message, "info")
 
     def _gap(self, snapshot: Snapshot) -> Finding | None:
         limit, found = self._rules.gn_gap_above, snapshot.measurement

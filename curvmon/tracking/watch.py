@@ -21,7 +21,7 @@ THRESHOLDS: Mapping[Family, tuple[float, float]] = {
     "level": (6.0, 6.0),
     "profile": (4.5, 3.2),
     "contrast": (4.5, 3.2),
-    "coupling": (6.0, 3.0),
+    "coupling": (8.0, 4.0),
     "stable_rank": (9.0, 4.0),
     "gn_gap": (6.0, 3.0),
     "lambda_1": (6.0, 6.0),
@@ -93,11 +93,20 @@ class Watch:
         self._past: list[float] = []
         """how clear changes seemed to be that were none"""
 
-    def update(self, snapshot: Snapshot, suspicious: bool = False) -> Change | None:
-        """`suspicious`: there is another sign that something happened just now."""
+    def update(self, snapshot: Snapshot, suspicious: bool = False, gap: bool = False) -> Change | None:
+        """`suspicious`: there is another sign that something happened just now.
+
+        After a `gap` of measurements that were left out nothing is told: much may have changed without a jump.
+        """
         if snapshot.measurement is not None:
             self._compare_nodes(snapshot.measurement.nodes)
         points = watched(snapshot)
+        if gap:
+            for before in [self._waiting] if self._waiting is not None else []:
+                self._accept(before)
+            self._waiting = None
+            self._accept(points)
+            return None
         moves = self._moves(points)
         if self._waiting is not None and self._confirms(moves):
             self._begin_anew(self._waiting, points)

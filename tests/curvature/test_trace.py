@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,8 +106,12 @@ def disguised(disguise: Callable[[nn.Linear], Any]) -> Callable[[], nn.Module]:
     return build
 
 
+def squared(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight.square(), layer.bias)
+
+
 def forward_squared(layer: nn.Linear) -> None:
-    layer.forward = lambda x: F.linear(x, layer.weight.square(), layer.bias)  # type: ignore[method-assign]
+    layer.forward = partial(squared, layer)  # type: ignore[method-assign]
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -144,7 +149,8 @@ def make(name: str) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     build, shape = NETWORKS[name]
     model, x = build(), torch.randn(SAMPLES, *shape)
-    outputs = model.train()(x).detach()  # also running statistics, and the widths of lazy layers
+    with torch.no_grad():
+        outputs = model.train()(x)  # also running statistics, and the widths of lazy layers
     width = outputs.shape[1]
     return model.eval(), [x, torch.randint(width, (SAMPLES,)), torch.randn(SAMPLES, width)]
 
