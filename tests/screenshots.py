@@ -36,7 +36,7 @@ PAGES = {
     "scalars": Page(
         f"smoothing=0&tagFilter={quote(TAGS)}",
         "#timeseries",
-        "text().split(' min').length > 4 && tagged('mat-checkbox').length > 3",
+        "text().split('Step Relative version_0').length > 4 && tagged('mat-checkbox').length > 3",
         (ALL_POINTS.format(kind="mat-checkbox"), CLOSE),
         1010,
     ),
