@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import curvmon
@@ -185,3 +186,21 @@ def test_density() -> None:
     assert torch.trapezoid(curve, grid).item() == pytest.approx(1, rel=1e-2)
     bulk = curve[(grid > -1.5) & (grid < 1.5)].sum() / curve.sum()
     assert 0.95 < bulk < 1
+
+
+def test_a_bias_that_batch_norm_cancels_is_left_out() -> None:
+    """In training its gradient is rounding, and Adam's second moment with it; in eval mode it has curvature."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x, y = torch.randn(32, 1, 8, 8), torch.randint(3, (32,))
+    for _ in range(20):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    limit = curvmon.stability_limit(optimizer)
+    assert limit.preconditioner is not None
+    assert model[0].bias not in limit.preconditioner and model[0].weight in limit.preconditioner
+    assert "1 tensors with vanishing gradients left out" in limit.reason
+    found = curvmon.spectrum(model, (x, y), loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]), k=1, optimizer=optimizer)
+    assert 0 < found.stability_ratio < 10

@@ -129,3 +129,15 @@ def test_sensitivity_is_a_factor() -> None:
         return found
 
     assert told(0.4) == 0 and told(2.0) == 1
+
+
+def test_nothing_is_told_after_a_gap() -> None:
+    """Measurements were left out before the level rose: it may have done so little by little."""
+    for skipped, told in ((0, 1), (7, 0)):
+        rng, alarms, past, found = random.Random(0), Alarms(), [], 0
+        for i in range(20):
+            now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
+            now = replace(now, skipped=skipped if i >= 15 else 0)
+            found += sum(alert.level != "info" for alert in alarms.update(now, past))
+            past.append(now)
+        assert found == told

@@ -121,3 +121,19 @@ def test_the_book_goes_through_a_checkpoint() -> None:
     second.load_state_dict(first.state_dict())
     for snapshot in broken[2:]:
         assert [a.kind for a in second.update(snapshot)] == [a.kind for a in whole.update(snapshot)]
+
+
+def test_a_missing_number_is_no_end_of_a_condition() -> None:
+    far = BROKEN["far_beyond_stability"]
+    unknown: dict[str, Any] = dict(measurement=measurement())
+    sparse = told(AlertRules(), *(at(i, **(unknown if i % 3 == 2 else far)) for i in range(9)))
+    assert [i for i, kinds in enumerate(sparse) if "far_beyond_stability" in kinds] == [3]
+    lost = told(AlertRules(), *(at(i, **(unknown if 4 <= i <= 6 else far)) for i in range(12)))
+    assert [i for i, kinds in enumerate(lost) if "far_beyond_stability" in kinds] == [2]
+
+
+def test_a_gap_whose_error_is_unknown_is_none() -> None:
+    found = told(
+        AlertRules(gn_gap_above=0.5), *(at(i, measurement=measurement(gap=0.9, error=math.inf)) for i in range(4))
+    )
+    assert not any("gn_gap_above" in kinds for kinds in found)
