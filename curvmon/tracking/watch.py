@@ -102,9 +102,9 @@ class Watch:
             self._compare_nodes(snapshot.measurement.nodes)
         points = watched(snapshot)
         if gap:
-            for before in [self._waiting] if self._waiting is not None else []:
-                self._accept(before)
-            self._waiting = None
+            if self._waiting is not None:
+                self._accept(self._waiting)
+                self._waiting = None
             self._accept(points)
             return None
         moves = self._moves(points)
