@@ -39,8 +39,8 @@ class Alerting:
         return [alert for alert in self.told if alert.level == "info"]
 
     def see(self, trainer: Any, module: Any, outputs: Any) -> None:
-        """A training step as it passes."""
-        if self._alarms is not None:
+        """A training step as it passes, on the process that decides."""
+        if self._alarms is not None and trainer.is_global_zero:
             accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
             self._pace.see(outputs, trainer.optimizers, accumulated)
 
