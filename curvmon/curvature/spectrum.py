@@ -103,7 +103,7 @@ def spectrum(
         generator = torch.Generator("cpu").manual_seed(seed)
         search = Search(operator, k, rtol, max_hvps, generator, smallest)
         # what makes the trace also tells where to begin, so it comes first
-        parts, first = _parts(operator, search, generator, k, begins=start is None) if trace else (None, None)
+        parts, first = _parts(operator, search, generator, k, start is None, notes) if trace else (None, None)
         space = search.ends(_start(operator, start) if first is None else first)
         total, stderr = math.nan, math.nan
         if trace:
@@ -179,7 +179,7 @@ def spectrum(
 
 
 def _parts(
-    operator: ParameterOperator, search: Search, generator: torch.Generator, k: int, begins: bool
+    operator: ParameterOperator, search: Search, generator: torch.Generator, k: int, begins: bool, notes: list[str]
 ) -> tuple[tuple[float, float] | None, Tensor | None]:
     """The trace by the parts of H and its standard error; and, if wanted, where the search begins.
 
@@ -193,10 +193,15 @@ def _parts(
         found = trace_of_parts(operator.layered(), generator, beginning)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
         # the graph by layers runs modules apart from the model: a loss that differentiates by the parameters itself
         # does not find them in it, and a module that relies on its surroundings may not run
         found = None
+        reason = (str(error).strip().splitlines() or [""])[0]
+        notes.append(
+            f"trace by probes of the whole Hessian, so with a larger error: the layers cannot be looked at apart "
+            f"({type(error).__name__}: {reason})"
+        )
     if found is None:
         return None, None
     total, stderr, spent = found

@@ -223,3 +223,26 @@ def test_the_present_way_stays_where_the_output_is_not_known() -> None:
     true = dense(model, batch, by_hand).trace().item()
     found = curvmon.spectrum(model, batch, loss=by_hand, k=2, ggn=False, verify=False, smallest=False, rtol=0.1)
     assert found.trace_stderr > 0 and abs(found.trace - true) < 4 * found.trace_stderr
+
+
+def test_says_where_layers_cannot_be_looked_at_apart() -> None:
+    """A step that also looks at its gradients finds the parameters constant in the graph by layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    batch = torch.randn(SAMPLES, 4).double(), torch.randint(3, (SAMPLES,))
+
+    def plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def watching(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = plain(model, batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        return loss
+
+    found = curvmon.spectrum(model, batch, loss=watching, k=1, ggn=False)
+    assert any("trace by probes of the whole Hessian" in note for note in found.notes)
+    true = dense(model, batch, plain).trace().item()
+    assert found.trace_stderr > 0 and abs(found.trace - true) < 4 * found.trace_stderr
+    apart = curvmon.spectrum(model, batch, loss=plain, k=1, ggn=False)
+    assert not any("trace" in note for note in apart.notes)
