@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from curvmon.curvature.parameters import ParameterOperator, open_parameters
 
 # the package hides its module behind a class of the same name
 pyhessian: Any = importlib.import_module("pyhessian.hessian")
+
+
+MOST_PRODUCTS = 400
 
 
 class Answer(NamedTuple):
@@ -129,14 +133,17 @@ def by_eigsh(setting: Setting, k: int, seed: int, tol: float) -> Answer:
 
 
 def by_power_iteration(setting: Setting, k: int, seed: int, tol: float) -> Answer:
-    """With deflation, stopped when the residual is `tol` of the eigenvalue: the rule by which curvmon stops."""
+    """With deflation, stopped when the residual is `tol` of the eigenvalue: the rule by which curvmon stops.
+
+    Given up after MOST_PRODUCTS.
+    """
     values: list[float] = []
     vectors: list[Tensor] = []
     generator = torch.Generator().manual_seed(seed)
     with open_parameters(setting.model, [setting.batch], loss=setting.loss) as operator:
         for _ in range(k):
             z = torch.randn(operator.size, generator=generator)
-            for _ in range(200):
+            while operator.products < MOST_PRODUCTS:
                 for known in vectors:
                     z = z - known.dot(z) * known
                 z = z / torch.linalg.vector_norm(z)
@@ -145,6 +152,8 @@ def by_power_iteration(setting: Setting, k: int, seed: int, tol: float) -> Answe
                 if torch.linalg.vector_norm(image - value * z).item() <= tol * abs(value):
                     break
                 z = image
+            else:
+                return Answer([math.nan] * k, operator.products)
             values.append(value)
             vectors.append(z / torch.linalg.vector_norm(z))
         return Answer(sorted(values, reverse=True), operator.products)

@@ -11,6 +11,7 @@ start. The truth is a long run of curvmon, itself checked with eigsh.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,8 @@ def truth(setting: Setting) -> tuple[list[float], float]:
 
 
 def _error(answer: Answer, true: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(answer.values, true))
+    errors = [abs(a - b) / abs(b) for a, b in zip(answer.values, true)]
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 def loosest(method: Callable[[Setting, int, int, float], Answer], setting: Setting, k: int, true: list[float]) -> str:
@@ -57,6 +59,8 @@ def loosest(method: Callable[[Setting, int, int, float], Answer], setting: Setti
             columns = [[a.products for a in answers], [a.started for a in answers], [a.counted for a in answers]]
             medians = ", ".join(f"{statistics.median(column):g}" for column in columns if any(column))
             return f"{each} ({tol:g}) | {medians} | {100 * worst:.2g} %"
+        if math.isinf(worst):  # given up: a stricter tolerance takes longer still
+            return f"given up after {answers[-1].products} ({tol:g}) | | "
     found = ", ".join(f"{value:.3g}" for value in answers[-1].values)
     return f"never ({answers[-1].products} at {tol:g}: {found}) | | {100 * worst:.2g} %"
 

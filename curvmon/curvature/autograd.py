@@ -111,8 +111,13 @@ def bypassed(loss: Tensor, variables: Sequence[Tensor], gates: Sequence[Tensor])
 
     A gradient cannot tell: a term may have none here and curvature all the same.
     """
-    wanted = {id(v) for v in variables}
-    return any(id(getattr(function, "variable", None)) in wanted for function in _reachable([loss], gates))
+    return leads_to([loss], variables, gates)
+
+
+def leads_to(tensors: Sequence[Tensor], leaves: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> bool:
+    """Does the graph behind some tensors lead to one of the leaves, other than through the sums `x + gate`?"""
+    wanted = {id(leaf) for leaf in leaves}
+    return any(id(getattr(function, "variable", None)) in wanted for function in _reachable(tensors, gates))
 
 
 def has_convolutions(tensors: Sequence[Tensor]) -> bool:

@@ -2,7 +2,9 @@
 
 All for the loss 1/(2n) Σ_i (f(x_i) - y_i)², differentiated by the parameters. Each spectrum has a *bulk*, few values
 with high multiplicity, and a handful of *outliers*. The formulas are those of the paper on closed-form Hessian spectra
-that docs/spectrum.md cites; the dense Hessians in the tests agree with them to rounding.
+that docs/spectrum.md cites; the dense Hessians in the tests agree with them to rounding. Where the paper has a
+polynomial, its roots are computed as eigenvalues of a small symmetric matrix with that characteristic polynomial: from
+the coefficients a double root is known to half the digits only.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from curvmon.errors import InputError
 
 Phase = Literal["early", "late", "divergent"]
 Kind = Literal["bulk", "outlier"]
+Numbers: TypeAlias = Any
+"""a tensor, an array, (nested) lists: whatever torch.as_tensor takes, converted to float64"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +53,19 @@ class ClosedForm:
         return self.eigenvalues[torch.tensor([k == kind for k in self.kinds], dtype=torch.bool)]
 
 
-def linear_network(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+def linear_network(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
     """f(x) = <w, v> x with w, v in R^m: 2m eigenvalues.
 
     With s² = mean x² and d = mean x (f - y), the bulk is +d and -d, each m - 1 times, and the two outliers
 
         L± = ½ s²(|w|²+|v|²) ± ½ sqrt((s²(|w|²+|v|²))² + 4(d² + 2 s² d <w,v>))
 
-    add up to the trace. `eigenvectors` are those of L+ and L-, parameters in the order (v, w).
+    add up to the trace. `eigenvectors` are those of L+ and L-, parameters in the order (v, w): with p = (w+v)/√2,
+    r = (w-v)/√2, their unit vectors p̂, r̂ and 2θ the angle of the point (d + s²<w,v>, s²|p||r|),
+
+        u+ = cos θ (p̂, p̂)/√2 + sin θ (r̂, -r̂)/√2,   u- = -sin θ (p̂, p̂)/√2 + cos θ (r̂, -r̂)/√2
+
+    Where p or r is zero, one of them belongs to a value of the bulk, and any direction takes the place of p̂ or r̂.
 
     Example:
         >>> import torch
@@ -69,13 +78,40 @@ def linear_network(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
     _same_length(w=w, v=v)
     _same_length(x=x, y=y)
     power, residual = x.square().mean(), (x * (w.dot(v) * x - y)).mean()
+    # H = s² (w, v)(w, v)^T + d [[0, 1], [1, 0]] is [[d + s²|p|², s²|p||r|], [s²|p||r|, -d + s²|r|²]] on the plane of
+    # (p̂, p̂)/√2 and (r̂, -r̂)/√2; the paper's eigenvectors (L w + d v, d w + L v) vanish or coincide for w = ±v
+    even, odd = _swap_parts(w, v)
     half = power * (w.square().sum() + v.square().sum()) / 2
-    root = (half.square() + residual.square() + 2 * power * residual * w.dot(v)).clamp_min(0).sqrt()
+    across, along = power * _norm(even) * _norm(odd), residual + power * w.dot(v)
+    root = torch.hypot(along, across)  # the root in L±, as a sum of squares: nothing cancels where L+ = L-
     outliers = torch.stack([half + root, half - root])
     bulk = torch.cat([residual.expand(len(w) - 1), -residual.expand(len(w) - 1)])
-    vectors = torch.stack([torch.cat([a * w + residual * v, residual * w + a * v]) for a in outliers], dim=1)
-    vectors = vectors / torch.linalg.vector_norm(vectors, dim=0).clamp_min(torch.finfo(vectors.dtype).tiny)
+    first, second = _unit(even, odd), _unit(odd, even)
+    plane = torch.stack([torch.cat([first, first]), torch.cat([second, -second])], dim=1) / math.sqrt(2)
+    cos, sin = (turn(torch.atan2(across, along) / 2) for turn in (torch.cos, torch.sin))
+    vectors = plane @ torch.stack([torch.stack([cos, -sin]), torch.stack([sin, cos])])
     return _sorted(outliers, bulk, vectors, _phase(w.dot(v), (x * y).mean(), power))
+
+
+def _swap_parts(w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(w+v)/√2 and (w-v)/√2: what a swap of w and v keeps, and what it negates."""
+    return (w + v) / math.sqrt(2), (w - v) / math.sqrt(2)
+
+
+def _norm(vector: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(vector)
+    return norm
+
+
+def _unit(*candidates: Tensor) -> Tensor:
+    """The direction of the first that is not zero; if all are, that of the first coordinate."""
+    for vector in candidates:
+        if vector.any():
+            vector = vector / vector.abs().max()  # squares of 1e-200 would vanish
+            return vector / _norm(vector)
+    unit = torch.zeros_like(candidates[0])
+    unit[0] = 1
+    return unit
 
 
 def _phase(product: Tensor, covariance: Tensor, power: Tensor) -> Phase | None:
@@ -89,7 +125,7 @@ def _phase(product: Tensor, covariance: Tensor, power: Tensor) -> Phase | None:
     return "late" if progress < target.abs() else "divergent"
 
 
-def relu_network(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+def relu_network(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
     """f(x) = <w, relu(v x)>: units with v_j > 0 see positive samples only, the others negative ones.
 
     Each of the two cells contributes the spectrum of `linear_network` on its own units and samples, times its share of
@@ -111,7 +147,7 @@ def relu_network(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
     return _union(parts)
 
 
-def linear_network_with_bias(w: Tensor, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+def linear_network_with_bias(w: Numbers, v: Numbers, b: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
     """f(x) = <w, v x + b>: 3m eigenvalues, five of them outliers, m - 1 zero.
 
     Holds for <v, b> = 0, |v| = |b|, mean x = 0, mean x² = 1, mean y = 0, mean xy = 0; anything else is an error. With
@@ -133,14 +169,16 @@ def linear_network_with_bias(w: Tensor, v: Tensor, b: Tensor, x: Tensor, y: Tens
     _assume("mean xy = 0", (x * y).mean(), spread)
     q, total = w.dot(v).square() + w.dot(b).square(), size + w.square().sum()
     root = (total.square() + 12 * q).sqrt()
-    cubic = _real_roots(-total, -q, q * w.square().sum())
+    # the cubic is the characteristic polynomial of [[|w|², |w||v|, 0], [|w||v|, |v|², √q], [0, √q, 0]]
+    across = _norm(w) * _norm(v)
+    cubic = _eigenvalues([[w.square().sum(), across, 0], [across, size, q.sqrt()], [0, q.sqrt(), 0]])
     outliers = torch.cat([torch.stack([(total + root) / 2, (total - root) / 2]), cubic])
     many = len(w) - 2
     bulk = torch.cat([q.sqrt().expand(many), -q.sqrt().expand(many), w.new_zeros(len(w) - 1)])
     return _sorted(outliers, bulk)
 
 
-def linear_network_of_inputs(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+def linear_network_of_inputs(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
     """f(x) = Σ_d <w_d, v_d> x_d with decorrelated inputs: the union over dimensions. w, v are D x m, x is n x D."""
     w, v, x = _matrices(w=w, v=v, x=x)
     (y,) = _vectors(y=y)
@@ -151,7 +189,7 @@ def linear_network_of_inputs(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> Clos
     return _union([linear_network(w[d], v[d], x[:, d], y) for d in range(len(w))])
 
 
-def linear_network_of_outputs(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+def linear_network_of_outputs(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
     """f_k(x) = <w_k, v_k> x, loss summed over outputs: the union over outputs. w, v are K x m, y is n x K."""
     w, v, y = _matrices(w=w, v=v, y=y)
     (x,) = _vectors(x=x)
@@ -160,20 +198,21 @@ def linear_network_of_outputs(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> Clo
     return _union([linear_network(w[k], v[k], x, y[:, k]) for k in range(len(w))])
 
 
-def self_attention(w_value: Tensor | float, w_query: Tensor, w_key: Tensor, x: Tensor, y: Tensor) -> ClosedForm:
+def self_attention(w_value: Numbers, w_query: Numbers, w_key: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
     """f(x) = w_V A x with A = softmax of the rows of x <w_Q, w_K> x^T / sqrt(d_k), on one sequence x of n numbers.
 
     2 d_k + 1 eigenvalues: ±g, each d_k - 1 times, and three outliers, the roots of
 
         -l³ + (a + z(K+Q)) l² + ((b² - a z)(K+Q) + 2 g z P + g²) l + (2 g (b² - a z) P - a g²) = 0
 
-    with K = |w_K|², Q = |w_Q|², P = <w_K, w_Q>, and a, b, g, z averages of the row-wise moments of x under A.
+    with K = |w_K|², Q = |w_Q|², P = <w_K, w_Q>, and a, b, g, z averages of the row-wise moments of x under A. `w_value`
+    is one number, `w_query` and `w_key` have d_k, `x` and `y` n.
     """
+    value = _number(w_value=w_value)
     q, k, x, y = _vectors(w_query=w_query, w_key=w_key, x=x, y=y)
     _same_length(w_query=q, w_key=k)
     _same_length(x=x, y=y)
     n, width = len(x), len(q)
-    value = torch.as_tensor(w_value, dtype=torch.float64, device="cpu").detach().reshape(())
     attention = (x.unsqueeze(1) * q.dot(k) * x.unsqueeze(0) / math.sqrt(width)).softmax(dim=1)
     mean = attention @ x
     central = x.unsqueeze(0) - mean.unsqueeze(1)
@@ -184,31 +223,26 @@ def self_attention(w_value: Tensor | float, w_query: Tensor, w_key: Tensor, x: T
     b = (value * mean + residual).dot(bent) / (n * math.sqrt(width))
     g = value * residual.dot(bent) / (n * math.sqrt(width))
     z = (value.square() * bent.square().sum() + value * residual.dot(x * x * third)) / (n * width)
-    sizes, overlap = k.square().sum() + q.square().sum(), k.dot(q)
-    outliers = _real_roots(
-        -(a + z * sizes),
-        -((b.square() - a * z) * sizes + 2 * g * z * overlap + g.square()),
-        -(2 * g * (b.square() - a * z) * overlap - a * g.square()),
+    # a, b, z and g are the derivatives of the loss by w_V twice, w_V and P, P twice, and P: the cubic is the
+    # characteristic polynomial of H on w_V and the plane of `linear_network`, with g for d and z for s²
+    even, odd = (_norm(part) for part in _swap_parts(k, q))
+    outliers = _eigenvalues(
+        [
+            [a, b * even, b * odd],
+            [b * even, z * even.square() + g, z * even * odd],
+            [b * odd, z * even * odd, z * odd.square() - g],
+        ]
     )
     return _sorted(outliers, torch.cat([g.expand(width - 1), -g.expand(width - 1)]))
 
 
-def _real_roots(c2: Tensor, c1: Tensor, c0: Tensor) -> Tensor:
-    """Of l³ + c2 l² + c1 l + c0, all three real: Viète's formula, then Newton's method for the last digits."""
-    shift = -c2 / 3
-    p, q = c1 - c2.square() / 3, (2 * c2**3 - 9 * c2 * c1) / 27 + c0
-    radius = (-p / 3).clamp_min(0).sqrt()
-    if radius == 0:
-        return shift.expand(3).clone()
-    angle = (-q / (2 * radius**3)).clamp(-1, 1).acos() / 3
-    turns = torch.arange(3, dtype=torch.float64, device="cpu") * (2 * math.pi / 3)
-    roots = shift + 2 * radius * torch.cos(angle - turns)
-    for _ in range(3):
-        value, slope = ((roots + c2) * roots + c1) * roots + c0, (3 * roots + 2 * c2) * roots + c1
-        # a double root has no slope, and Newton's method nothing to add
-        step = torch.where(slope.abs() > 1e-6 * radius.square(), value / slope, 0.0)
-        roots = roots - step
-    return roots
+def _eigenvalues(rows: Sequence[Sequence[Tensor | float]]) -> Tensor:
+    """Of a symmetric matrix; NaN where it is not finite, as in a training that diverged: eigvalsh would raise."""
+    matrix = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    if not matrix.isfinite().all():
+        return matrix.new_full((len(rows),), math.nan)
+    found: Tensor = torch.linalg.eigvalsh(matrix)
+    return found
 
 
 def _sorted(outliers: Tensor, bulk: Tensor, vectors: Tensor | None = None, phase: Phase | None = None) -> ClosedForm:
@@ -228,20 +262,34 @@ def _union(parts: Sequence[ClosedForm]) -> ClosedForm:
     return _sorted(torch.cat([part.outliers for part in parts]), torch.cat([part.bulk for part in parts]))
 
 
-def _vectors(**named: Tensor) -> list[Tensor]:
-    found = []
-    for name, tensor in named.items():
-        if tensor.ndim != 1 or len(tensor) == 0:
-            raise InputError(f"{name} is a vector; got shape {tuple(tensor.shape)}")
-        found.append(tensor.detach().to("cpu", torch.float64))
-    return found
+def _vectors(**named: Numbers) -> list[Tensor]:
+    return [_tensor(name, given, "a vector", ndim=1) for name, given in named.items()]
 
 
-def _matrices(**named: Tensor) -> list[Tensor]:
-    for name, tensor in named.items():
-        if tensor.ndim != 2 or tensor.numel() == 0:
-            raise InputError(f"{name} is a matrix; got shape {tuple(tensor.shape)}")
-    return [tensor.detach().to("cpu", torch.float64) for tensor in named.values()]
+def _matrices(**named: Numbers) -> list[Tensor]:
+    return [_tensor(name, given, "a matrix", ndim=2) for name, given in named.items()]
+
+
+def _number(**named: Numbers) -> Tensor:
+    ((name, given),) = named.items()
+    return _tensor(name, given, "one number", ndim=None).reshape(())
+
+
+def _tensor(name: str, given: Numbers, what: str, ndim: int | None) -> Tensor:
+    """float64 on the CPU, without gradient, and not empty; with `ndim` None one entry in any shape."""
+    try:
+        if torch.as_tensor(given).is_complex():
+            raise TypeError("complex numbers")
+        # not .to(float64) of the above, which has rounded lists to the default dtype
+        tensor = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
+    except Exception as error:  # as_tensor passes on whatever the methods of a foreign array raise
+        raise InputError(
+            f"{name} is {what}; torch makes no real tensor of this {type(given).__name__}: {error}"
+        ) from error
+    fits = tensor.numel() == 1 if ndim is None else tensor.ndim == ndim and tensor.numel() > 0
+    if not fits:
+        raise InputError(f"{name} is {what}; got shape {tuple(tensor.shape)}")
+    return tensor
 
 
 def _same_length(**named: Tensor) -> None:

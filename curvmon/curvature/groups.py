@@ -47,6 +47,8 @@ def resolve_groups(parameters: Sequence[str], groups: Groups) -> dict[str, list[
     if isinstance(groups, Mapping):
         for label, patterns in groups.items():
             patterns = [patterns] if isinstance(patterns, str) else patterns
+            if not patterns:
+                raise InputError(f"group {label!r} is empty; pass names or patterns of modules or parameters")
             members = {i for pattern in patterns for match in _matching(inside, pattern) for i in inside[match]}
             resolved[label] = sorted(members)
     else:
@@ -64,6 +66,8 @@ def resolve_groups(parameters: Sequence[str], groups: Groups) -> dict[str, list[
 
 
 def _matching(inside: Mapping[str, list[int]], pattern: str) -> list[str]:
+    if not isinstance(pattern, str):
+        raise InputError(f"groups are names of modules or parameters, or patterns, not {type(pattern).__name__}")
     pattern = clean_name(pattern)
     found = [name for name in inside if name == pattern or matches(name, pattern)]
     if not found:

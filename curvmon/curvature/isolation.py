@@ -11,6 +11,7 @@ import copy
 import operator
 import random
 import sys
+import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -36,6 +37,10 @@ _OBSERVERS = ("wandb.integration.torch.wandb_torch",)
 _GLOBAL_BACKWARD_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 # DistributedDataParallel would prepare its reducer for a backward pass that never comes.
 _DISTRIBUTED_SYNC = ("require_backward_grad_sync", "require_forward_param_sync")
+# Most of what is replaced belongs to the process (autocast, checkpoints, kernels, default dtype, random generators). Of
+# two measurements in threads that overlap, the second would save the first one's replacements as the originals, and put
+# them back for good after the first has left. Re-entrant, since a loss may measure as well.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def to_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -72,11 +77,15 @@ class Isolation:
 def isolated(
     model: nn.Module, loss: Callable[..., Any], *, seed: int, dtype: torch.dtype | None
 ) -> Iterator[Isolation]:
-    """Run a measurement of `model` under `loss` without a trace; `dtype` as in `to_dtype`."""
-    found = reachable(model, loss)
-    modules = found.modules
-    devices = {p.device.type for module in modules for p in module.parameters(recurse=False)} | {"cpu"}
-    with ExitStack() as stack:
+    """Run a measurement of `model` under `loss` without a trace; `dtype` as in `to_dtype`.
+
+    One thread at a time: others wait here, so `loss` must not wait for a measurement in another thread. Enter and leave
+    in the same thread.
+    """
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        found = reachable(model, loss)  # not before: it would find the copies of another thread's measurement
+        modules = found.modules
+        devices = {p.device.type for module in modules for p in module.parameters(recurse=False)} | {"cpu"}
         # In Trainer.validate hooks run in inference mode: "Inference tensors cannot be saved for backward".
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -159,9 +168,26 @@ def _twice_differentiable(modules: list[nn.Module], devices: set[str]) -> Iterat
                 _checkpoint_without_reentrant_generator=_no_checkpoint,
             )
         )
+        for owner in _WEIGHT_NORM_OWNERS:
+            stack.enter_context(_replaced(owner, _weight_norm=_plain_weight_norm))
         no_hooks: dict[str, Any] = {name: OrderedDict() for name in _GLOBAL_BACKWARD_HOOKS}
         stack.enter_context(_replaced(torch.nn.modules.module, **no_hooks))
         yield
+
+
+# The parametrization looks it up in `torch`, the old hook in its own module, which a function of that name hides.
+_WEIGHT_NORM_OWNERS = [
+    owner for owner in (torch, sys.modules.get("torch.nn.utils.weight_norm")) if hasattr(owner, "_weight_norm")
+]
+
+
+def _plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g v / ‖v‖, the norm over all dimensions but `dim`, over all where it is -1.
+
+    For the first and the last dimension torch has a fused kernel whose backward takes ‖v‖ for a constant when it is
+    differentiated itself: a Hessian that is wrong, not even symmetric, and raises nothing (torch 2.13).
+    """
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 class _DirectCall:

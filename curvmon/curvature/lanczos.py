@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvmon.curvature.operators import norm
+
 Product = Callable[[Tensor], Tensor]
 CHUNK = 2**20
 """entries of the basis vectors that are combined at a time"""
@@ -43,9 +45,13 @@ class Lanczos:
         self.projected = torch.zeros((0, 0), dtype=torch.float64, device="cpu")
         """Q^T H Q"""
         self._beta = 0.0
+        self._coupled = torch.zeros(0, dtype=torch.float64, device="cpu")
+        """Q^T H q for the next q, as far as H is symmetric"""
+        self._scale = 0.0
+        self._asymmetry = 0.0
         self.products = 0
         rest, _ = self.outside(start)
-        length = torch.linalg.vector_norm(rest).item()
+        length = norm(rest)
         self.exhausted = self._room == 0 or length == 0
         """the space is invariant: nothing more is to be found from this start"""
         self._following = rest / (length or 1.0)
@@ -57,18 +63,28 @@ class Lanczos:
         self.basis.append(self._following)
         image = self._product(self._following)
         self.products += 1
-        scale = torch.linalg.vector_norm(image).item()
+        scale = norm(image)
         image, column = self.outside(image)
+        self._scale = max(self._scale, scale)
+        if len(self._coupled):
+            self._asymmetry = max(self._asymmetry, (column[:-1] - self._coupled).abs().max().item())
         grown = torch.zeros((len(column), len(column)), dtype=torch.float64, device="cpu")
         grown[:-1, :-1] = self.projected
         grown[-1], grown[:, -1] = column, column
         self.projected = grown
-        self._beta = torch.linalg.vector_norm(image).item()
+        self._beta = norm(image)
         # what is left of an image in an invariant space is rounding
         if len(self.basis) >= self._room or self._beta <= 10 * torch.finfo(image.dtype).eps * scale:
             self._beta, self.exhausted = 0.0, True
         else:
             self._following = image.div_(self._beta)
+        self._coupled = torch.zeros_like(column)
+        self._coupled[-1] = self._beta
+
+    @property
+    def asymmetry(self) -> float:
+        """Largest |<p, Hq> - <q, Hp>| that was seen, relative to ‖H‖: rounding, or products that are wrong."""
+        return self._asymmetry / self._scale if self._scale else 0.0
 
     def ends(self, top: int, bottom: int) -> Ritz:
         values, vectors = torch.linalg.eigh(self.projected)
@@ -103,9 +119,10 @@ class Lanczos:
         """Thick: the outermost Ritz vectors stay, and the direction that was to be next."""
         bottom = min(bottom, self._capacity - 2)
         top = min(top, self._capacity - 1 - bottom)
-        values = self.ends(top, bottom).values
+        ritz = self.ends(top, bottom)
         self.reduce(top, bottom)
-        self.projected = torch.diag(values)
+        self.projected = torch.diag(ritz.values)
+        self._coupled = self._beta * ritz.coefficients[-1]
 
 
 def _outermost(size: int, top: int, bottom: int) -> list[int]:

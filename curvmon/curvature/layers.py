@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 
-from curvmon.curvature.operators import precise_dtype
+from curvmon.curvature.operators import norm_squared, precise_dtype
 from curvmon.curvature.outputs import zero_leaf
 from curvmon.curvature.randomness import gaussian
 
@@ -45,12 +45,18 @@ class Layer:
         self.tap = tap
         self._grams: dict[int, Tensor] = {}
 
-    def tangent(self, signs: Callable[[Tensor], Tensor]) -> Tensor:
-        """A(x) z for a random z = signs(θ)."""
+    def tangent(self, entries: Callable[[Tensor], Tensor]) -> Tensor:
+        """A(x) z for a random z = entries(θ)."""
         own = dict(self._module.named_parameters(recurse=False))
-        z = {name: signs(p) if name in self._trained else torch.zeros_like(p) for name, p in own.items()}
+        z = {name: entries(p) if name in self._trained else torch.zeros_like(p) for name, p in own.items()}
         image: Tensor = functional_call(self._module, z, (self._x,))
         return image
+
+    def pulled_back(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A(x)^T g: each parameter of the layer, and its gradient."""
+        trained = {name: p.detach() for name, p in self._trained.items()}
+        found = vjp(lambda p: functional_call(self._module, p, (self._x,)), trained)[1](gradient)[0]
+        return ((self._trained[name], g) for name, g in found.items())
 
     def rows(self, samples: int) -> bool:
         """Whether the first dimension counts samples, or several rows for each."""
@@ -115,7 +121,7 @@ class Layer:
             found: dict[str, Tensor] = vjp(lambda p: functional_call(module, p, (one,)), trained)[1](cotangent)[0]
             return found
 
-        return sum(_square(each) for each in vmap(pulled_back)(x, g).values())
+        return sum(norm_squared(each) for each in vmap(pulled_back)(x, g).values())
 
     def _outer(self, start: int, a: Tensor, g: Tensor) -> float:
         """Σ_i ‖Σ_t g_it a_it^T‖², or Σ_i Σ_tu <a_it, a_iu> <g_it, g_iu> where that takes less; and the bias."""
@@ -127,9 +133,9 @@ class Layer:
                     self._grams[start] = torch.bmm(a, a.mT)
                 total += (self._grams[start] * torch.bmm(g, g.mT)).sum(dtype=precise_dtype(g)).item()
             else:
-                total += _square(torch.bmm(g.mT, a))
+                total += norm_squared(torch.bmm(g.mT, a))
         if "bias" in self._trained:
-            total += _square(g.sum(1))
+            total += norm_squared(g.sum(1))
         return total
 
 
@@ -139,10 +145,6 @@ def _is_plain(module: nn.Conv2d) -> bool:
 
 def _numbers(padding: Any) -> tuple[int, ...]:
     return tuple(padding)
-
-
-def _square(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item()) ** 2
 
 
 class Watched:
@@ -209,7 +211,9 @@ def used_once(loss: Tensor, parameters: Sequence[Tensor]) -> set[int]:
 def _hook(watched: Watched, trained: Mapping[str, Tensor]) -> Any:
     def tap(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
         watched.calls[module] += 1
-        if len(args) != 1 or not isinstance(result, Tensor) or not torch.is_grad_enabled():
+        # functional_call may run a module with something else in the place of its parameters
+        own = all(getattr(module, name) is parameter for name, parameter in trained.items())
+        if len(args) != 1 or not isinstance(result, Tensor) or not torch.is_grad_enabled() or not own:
             watched.calls[module] += 1  # as good as called twice: not to be understood
             return None
         watched.layers.append(Layer(module, trained, args[0].detach(), zero_leaf(result)))

@@ -176,9 +176,13 @@ def precise(x: Tensor) -> Tensor:
     return x.to(precise_dtype(x))
 
 
+def norm(x: Tensor) -> float:
+    """‖x‖ by squares in double precision: those of a loss scaled by 1e-20 or 1e20 have no place in float32."""
+    return float(torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item())
+
+
 def norm_squared(x: Tensor) -> float:
-    """‖x‖² in double precision: a loss scaled by 1e-9 must not underflow."""
-    return float(torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item()) ** 2
+    return norm(x) ** 2
 
 
 def _as_columns(batch: Columns | None) -> Columns | None:

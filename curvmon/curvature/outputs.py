@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from curvmon.curvature.autograd import leads_to
+
 _LOSS_NAMES = """
     cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss
     binary_cross_entropy_with_logits gaussian_nll_loss hinge_embedding_loss margin_ranking_loss multi_margin_loss
@@ -115,6 +117,8 @@ class OutputFinder(TorchFunctionMode):
     def _tapped(self, func: Any, argument: Any) -> Any:
         if not (isinstance(argument, Tensor) and argument.requires_grad and argument.is_floating_point()):
             return argument
+        if self.taps and leads_to([argument], self.taps):
+            return argument  # a loss of another loss: the output is what entered the inner one
         steps = self._steps_to(argument) if func in _BEHIND_LINK else []
         output = steps[-1].source if steps else argument
         if func in _BEHIND_LINK and not steps:

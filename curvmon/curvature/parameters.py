@@ -9,7 +9,8 @@ memory is that of one batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,8 +28,11 @@ from curvmon.curvature.randomness import reseed
 from curvmon.curvature.session import NOISE_SEED, Loss
 from curvmon.curvature.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.curvature.traces import LayeredGraph
-from curvmon.curvature.trees import map_all_tensors
+from curvmon.curvature.trees import map_all_tensors, named_tensors
 from curvmon.errors import DivergedError, InputError, LossError
+
+SAME_LOSS = 1e-3
+"""how much a loss may differ from one forward pass to the next, relatively: rounding on a device, and no more"""
 
 
 class _GraphProducts:
@@ -46,6 +50,8 @@ class _GraphProducts:
         return any(slope is not None for slope in self._slopes)
 
     def gradient(self) -> list[Tensor]:
+        if any(slope is not None and slope.layout is not torch.strided for slope in self._slopes):
+            raise InputError("a gradient is sparse (nn.Embedding(sparse=True)); set sparse=False for the measurement")
         pairs = zip(self._slopes, self._parameters)
         return [torch.zeros_like(p) if slope is None else slope.detach() for slope, p in pairs]
 
@@ -106,6 +112,8 @@ class ParameterOperator:
         functions: set[str] = set()
         self._once = set(range(len(self.sizes)))
         self._kept: _GraphProducts | None = None
+        self._first: dict[int, float] = {}
+        """the loss of every batch"""
         for weight, graph in self._graphs():
             self.loss += weight * graph.loss
             depends |= graph.depends
@@ -152,6 +160,12 @@ class ParameterOperator:
             total += torch.cat([tensor.reshape(-1).to(self.template) for tensor in graph.pullback(rows)])
         return total.as_subclass(Tensor)  # a network may pass on a class of the batch's own
 
+    def gathered(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Gradients by single parameters as one vector, with zeros for the others."""
+        known = {id(parameter): gradient for parameter, gradient in pieces}
+        whole = (known.get(id(parameter), torch.zeros_like(parameter)) for parameter in self._parameters)
+        return torch.cat([gradient.reshape(-1).to(self.template) for gradient in whole])
+
     def spend(self, products: int) -> None:
         """Count work that was done elsewhere."""
         self.products += products
@@ -164,8 +178,16 @@ class ParameterOperator:
         return torch.cat([value.detach().reshape(-1).to(self.template) for value in whole])
 
     def _graphs(self) -> Iterator[tuple[float, _GraphProducts]]:
-        for weight, build in self._losses:
-            yield weight, self._kept or _GraphProducts(build(), self._parameters)
+        for place, (weight, build) in enumerate(self._losses):
+            graph = self._kept or _GraphProducts(build(), self._parameters)
+            first = self._first.setdefault(place, graph.loss)
+            if abs(graph.loss - first) > SAME_LOSS * max(abs(graph.loss), abs(first)):
+                raise LossError(
+                    f"the loss of the same batch is {first:.6g} and then {graph.loss:.6g}: the model or the loss has a "
+                    f"state or a random generator of its own that a forward pass changes, and more_batches takes "
+                    f"several passes; reset it at the beginning of loss(model, batch), or leave more_batches out"
+                )
+            yield weight, graph
 
     def _summed(self, image: Callable[[_GraphProducts], Sequence[Tensor]]) -> Tensor:
         self.products += 1
@@ -215,7 +237,7 @@ def open_parameters(
             for share, batch in zip(shares, batches):
                 graph, layers, owned = _by_layers(model, once, partial(build, batch))
                 rest = [parameter for name, parameter in parameters.items() if name not in owned]
-                yield share, LayeredGraph(graph, layers, rest, batch_size(batch, 0) or 1)
+                yield share, LayeredGraph(graph, layers, rest, _samples(batch))
 
         shares = _shares(batches)
         losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
@@ -236,9 +258,31 @@ def _by_layers(
         shy += odd
 
 
+def _samples(batch: Any) -> int:
+    """One where the batch does not tell: it holds no tensor, or only numbers."""
+    counts = any(tensor.is_nested or tensor.ndim for _, tensor in named_tensors(batch))
+    return (batch_size(batch, 0) or 1) if counts else 1
+
+
 def _shares(batches: Sequence[Any]) -> list[float]:
-    """Of the samples: the weighted sum of losses that are means over their samples is then the mean over all."""
+    """Of the samples: the weighted sum of losses that are means over their samples is then the mean over all.
+
+    The size that most tensors have along their first dimension, looked at in all batches together: class weights that
+    come with every batch do not count samples.
+    """
     if len(batches) == 1:
         return [1.0]
-    counts = [batch_size(batch, 0) or 1 for batch in batches]
-    return [count / sum(counts) for count in counts]
+    tensors = [[t for _, t in named_tensors(batch, objects=True) if not t.is_nested] for batch in batches]
+    sizes = [[len(tensor) if tensor.ndim else 1 for tensor in found] for found in tensors]
+    if len({len(found) for found in sizes}) > 1:
+        counts = [tuple(_samples(batch) for batch in batches)]
+    else:
+        votes = Counter(zip(*sizes)) or Counter([(1,) * len(batches)])
+        counts = [sample for sample, count in votes.items() if count == max(votes.values())]
+    shares = {tuple(count / sum(each) for count in each) for each in counts if all(each)}
+    if len(shares) != 1:
+        raise InputError(
+            f"more_batches: how many samples each batch has is not clear (sizes {', '.join(map(str, counts))}), and "
+            f"their losses are weighted by that; pass batches of the same size"
+        )
+    return list(shares.pop())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvmon.curvature.intervals import small_sample_factor
 from curvmon.curvature.lanczos import Lanczos, Product
+from curvmon.curvature.operators import norm
 from curvmon.curvature.randomness import gaussian
 from curvmon.types import Density
 
@@ -97,7 +98,7 @@ class Search:
         if start is None:
             return random
         # a new direction may have come up since: keep some chance for it
-        mixed: Tensor = start / torch.linalg.vector_norm(start) + 0.1 * random / torch.linalg.vector_norm(random)
+        mixed: Tensor = start / norm(start) + 0.1 * random / norm(random)
         return mixed
 
     def ends(self, start: Tensor | None) -> Lanczos:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvmon.curvature.agreement import Agreement
 from curvmon.curvature.arguments import check_budget, check_integer
 from curvmon.curvature.beginning import Beginning
 from curvmon.curvature.groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
+from curvmon.curvature.operators import norm
 from curvmon.curvature.parameters import ParameterOperator, open_parameters
 from curvmon.curvature.search import TRACE_PROBES, Found, Search
 from curvmon.curvature.session import Loss
@@ -20,6 +22,9 @@ from curvmon.curvature.stability import stability_limit
 from curvmon.curvature.traces import trace_of_parts
 from curvmon.errors import InputError
 from curvmon.types import Spectrum
+
+SYMMETRIC = 1e-3
+"""relative; rounding is 1e-6 in float32, a wrong double backward off by more"""
 
 
 def spectrum(
@@ -92,9 +97,10 @@ def spectrum(
     """
     began = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
-    check_integer("k", k)
-    if k < 1:
-        raise InputError(f"k must be at least 1, not {k}")
+    for name, value in (("k", k), ("max_hvps", max_hvps)):
+        check_integer(name, value)
+        if value < 1:
+            raise InputError(f"{name} must be at least 1, not {value}")
     notes: list[str] = []
     with open_parameters(model, [batch, *more_batches], loss=loss) as operator:
         members = {} if groups is None else resolve_groups(operator.names, groups)
@@ -108,6 +114,11 @@ def spectrum(
         total, stderr = math.nan, math.nan
         if trace:
             total, stderr = search.trace(space) if parts is None else parts
+        if space.asymmetry > SYMMETRIC:
+            notes.append(
+                f"suspect: products with H are not symmetric (by {space.asymmetry:.2g} of its norm), so some operation "
+                f"has a wrong double backward, and no number here is sure"
+            )
         found, verified = search.verified(search.extract(space), verify)
         converged = found.settled(rtol, k)
         waited = converged if smallest else converged[:k]
@@ -189,8 +200,10 @@ def _parts(
     if operator.size <= search.capacity + TRACE_PROBES or not operator.has_ggn:
         return None, None
     beginning = Beginning(k, generator) if begins else None
+    agreement = Agreement(operator)
+    by_probes = "trace by probes of the whole Hessian, so with a larger error: "
     try:
-        found = trace_of_parts(operator.layered(), generator, beginning)
+        found = trace_of_parts(agreement.watched(), generator, beginning)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError) as error:
@@ -198,14 +211,17 @@ def _parts(
         # does not find them in it, and a module that relies on its surroundings may not run
         found = None
         reason = (str(error).strip().splitlines() or [""])[0]
-        notes.append(
-            f"trace by probes of the whole Hessian, so with a larger error: the layers cannot be looked at apart "
-            f"({type(error).__name__}: {reason})"
-        )
+        notes.append(f"{by_probes}the layers cannot be looked at apart ({type(error).__name__}: {reason})")
     if found is None:
         return None, None
     total, stderr, spent = found
     operator.spend(spent)
+    if not agreement.holds():
+        notes.append(
+            f"{by_probes}the layers do not make up the network (a parameter acts elsewhere than in its layer, or the "
+            f"model computes something else in every forward pass)"
+        )
+        return None, None
     cotangents = None if beginning is None else beginning.cotangents(operator.batches)
     if cotangents is None:
         return (total, stderr), None
@@ -246,7 +262,13 @@ def _start(operator: ParameterOperator, earlier: Spectrum | Tensor | None) -> Te
     if isinstance(earlier, Tensor):
         if earlier.shape != (operator.size,):
             raise InputError(f"start= has shape {tuple(earlier.shape)}, the parameters are {operator.size} numbers")
+        if not 0 < norm(earlier) < math.inf:
+            raise InputError("start= has no direction: it is zero or not finite; leave it out")
         return earlier.to(operator.template)
+    if not isinstance(earlier, Spectrum):
+        raise InputError(f"start= takes an earlier Spectrum or a flat tensor, not {type(earlier).__name__}")
+    if earlier.parameters == operator.names and not earlier.eigenvectors.numel():
+        raise InputError("start= has no eigenvectors (they were left out, or lost in to_dict); leave it out")
     if earlier.parameters != operator.names or len(earlier.eigenvectors) != operator.size:
         raise InputError("start= is the spectrum of another model, or of other parameters; leave it out")
     return earlier.start_vector().to(operator.template)

@@ -70,6 +70,8 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
         if rate <= 0:
             continue  # does not move
         factor, reason = _KNOWN[kind](group)
+        if math.isnan(factor):
+            return _unknown(reason)
         factors.add(factor)
         rates.add(rate)
         for parameter in group["params"]:
@@ -116,6 +118,9 @@ def _sgd(group: Mapping[str, Any]) -> tuple[float, str]:
     beta, damped = float(group["momentum"]), 1 - float(group["dampening"])
     if beta == 0:
         return 2.0, "2 / lr"
+    if damped < 0:
+        # one root of z² - (1 + β - lr (1 - dampening) λ) z + β is above one for every λ > 0
+        return math.nan, "no limit is known for a dampening above one: momentum goes uphill"
     if group["nesterov"]:
         return 2 * (1 + beta) / (1 + 2 * beta), "2 (1 + β) / ((1 + 2β) lr), Nesterov momentum"
     return 2 * (1 + beta) / damped if damped else math.inf, "2 (1 + β) / lr, momentum"

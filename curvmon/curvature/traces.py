@@ -2,7 +2,7 @@
 
     tr GGN = Σ_ik ‖J_i^T a_ik‖²        a_ik the columns of the root of the loss's curvature at sample i: a backward pass
                                        for column k of all samples, and the size of each sample's own gradient
-    tr T   = E <c, D² out [z, z]>      z random signs, c = dL/d out
+    tr T   = E <c, D² out [z, z]>      z random with E z z^T = 1, c = dL/d out
 
 The first is exact where the outputs are few and samples do not interact. Of the second only blocks on the diagonal
 count. Between a layer's parameters and its own input lies most of T, and none of its trace: with f = A(x) θ, the
@@ -32,6 +32,8 @@ MOST_COLUMNS = 24
 """outputs per sample up to which tr GGN is exact: one backward pass each"""
 SKETCHES = 10
 PROBES = 10
+CHECKS = 4
+"""backward passes: two whether samples interact, two whether the layers make up the network (`agreement`)"""
 PASSES_PER_PRODUCT = 3
 """A product with H differentiates a forward and a backward pass, twice the work of both, six forward passes; a backward
 pass is two. Measured, it is less (docs/spectrum-table.md)."""
@@ -91,7 +93,7 @@ def gauss_newton_trace(
     factor = dense_factor(layout, curved, graph.outputs[0].detach()) if layout.width <= MOST_COLUMNS else None
     if factor is not None:
         columns = [layout.tensors(column) for column in factor.columns]
-        apart = _separable(layered, layout, columns[0])
+        apart = _separable(layered, layout, layout.tensors(_mixed(factor.columns)))
         if len(apart) == len(layered.layers) and not layered.rest:
             total = 0.0
             shown = beginning if beginning and beginning.open_batch(layered.layers, factor.columns, share) else None
@@ -103,7 +105,7 @@ def gauss_newton_trace(
                         if shown is not None and sign > 0:  # where S is negative there are no large eigenvalues
                             shown.add(number, gradients)
             eps = torch.finfo(factor.columns.dtype).eps
-            return Part(total, 10 * eps * abs(total), len(columns) + 1)
+            return Part(total, 10 * eps * abs(total), len(columns) + CHECKS)
         if (factor.signs < 0).any():
             return None
 
@@ -123,30 +125,38 @@ def gauss_newton_trace(
     samples = torch.tensor(
         [_sizes(layered, apart, _gradients(layered, draw())) for _ in range(SKETCHES)], dtype=torch.float64
     )
-    return Part(samples.mean().item(), _standard_error(samples), SKETCHES + 2)
+    return Part(samples.mean().item(), _standard_error(samples), SKETCHES + CHECKS)
 
 
 def remainder_trace(layered: LayeredGraph, generator: torch.Generator) -> Part:
-    """tr T by random signs; exactly zero if the network is piecewise linear in every layer's parameters."""
+    """tr T by random probes; exactly zero if the network is piecewise linear in every layer's parameters."""
     graph = layered.graph
     variables = [*(layer.tap for layer in layered.layers), *layered.rest]
     gradients = differentiate([graph.loss], graph.output_taps)
     cotangents = [torch.zeros_like(o) if g is None else g.detach() for o, g in zip(graph.outputs, gradients)]
     slopes = differentiate(graph.outputs, variables, cotangents, create_graph=True)
 
-    def signs(like: Tensor) -> Tensor:
-        return gaussian(like, 1, generator).sign().reshape(like.shape)
+    def entries(like: Tensor) -> Tensor:
+        # signs have the least variance, but cancel exactly (T = [[1, -1], [-1, 1]]): squares between 1/2 and 3/2
+        normal = gaussian(like, 1, generator).reshape(like.shape)
+        return normal.sign() * (0.5 + torch.erf(normal.abs() / math.sqrt(2))).sqrt()
 
     samples: list[float] = []
     for _ in range(PROBES):
         with torch.no_grad():
-            vectors = [*(layer.tangent(signs) for layer in layered.layers), *(signs(p) for p in layered.rest)]
+            vectors = [*(layer.tangent(entries) for layer in layered.layers), *(entries(p) for p in layered.rest)]
         images = product(slopes, variables, vectors)
         if not samples and not any(image.any() for image in images):
             return Part(0.0, 0.0, products=1)  # T z = 0 for a random z: T = 0
         samples.append(sum((precise(z) * precise(image)).sum().item() for z, image in zip(vectors, images)))
     values = torch.tensor(samples, dtype=torch.float64)
     return Part(values.mean().item(), _standard_error(values), products=PROBES)
+
+
+def _mixed(columns: Tensor) -> Tensor:
+    """A random combination of all columns: samples may interact in one of them alone."""
+    weights = gaussian(columns[:, 0, 0], 1, torch.Generator("cpu").manual_seed(0))
+    return (columns * weights.unsqueeze(2)).sum(0)
 
 
 def _separable(layered: LayeredGraph, layout: Layout, column: list[Tensor]) -> list[int]:

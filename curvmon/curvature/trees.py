@@ -88,8 +88,11 @@ def refilled(tree: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> Any:
     return result
 
 
-def named_tensors(tree: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with its address in Python syntax: `batch["image"][0]`."""
+def named_tensors(tree: Any, path: str = "batch", objects: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with its address in Python syntax: `batch["image"][0]`; on request also in attributes of objects."""
+    if objects:
+        yield from _named_everywhere(tree, path, {})
+        return
     if isinstance(tree, Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -101,6 +104,25 @@ def named_tensors(tree: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from named_tensors(getattr(tree, field.name), f"{path}.{field.name}")
+
+
+def _named_everywhere(tree: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Objects may refer to each other in a circle: each is looked into once."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+        return
+    if id(tree) in seen:
+        return
+    seen[id(tree)] = tree
+    below: list[tuple[str, Any]] = []
+    if isinstance(tree, Mapping):
+        below = [(f"{path}[{key!r}]", value) for key, value in tree.items()]
+    elif isinstance(tree, (list, tuple)):
+        below = [(f"{path}[{index}]", value) for index, value in enumerate(tree)]
+    elif is_plain_object(tree):
+        below = [(f"{path}.{name}", value) for name, value in vars(tree).items()]
+    for place, value in below:
+        yield from _named_everywhere(value, place, seen)
 
 
 def first_floating(tree: Any) -> Tensor | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -57,6 +59,53 @@ def test_linear_network(m: int, seed: int) -> None:
     assert found.outliers.sum().item() == pytest.approx(found.trace)
 
 
+def special(m: int) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """w, v, x, y where outliers meet the bulk or each other, or w and v leave no plane to span."""
+    w, v, x, y = normal(m, seed=0), normal(m, seed=1), normal(9, seed=2), normal(9, seed=3)
+    size, none = w.dot(w), torch.zeros(m, dtype=torch.float64)
+    return {
+        "random": (w, v, x, y),
+        "w = v": (w, w, x, y),
+        "v = -w": (w, -w, x, y),
+        "w = 2v": (w, w / 2, x, y),
+        "v = -2w": (w, -2 * w, x, y),
+        "almost parallel": (w, w + 1e-12 * v, x, y),
+        "w = v, d = 0": (w, w, x, size * x),
+        "v = -w, d = 0": (w, -w, x, -size * x),
+        "d = 0": (w, v, x, w.dot(v) * x),
+        "L+ = L-": (w, -w, x, -2 * size * x),
+        "v = 0": (w, none, x, y),
+        "w = 0": (none, v, x, y),
+        "w = v = 0": (none, none, x, y),
+        "tiny weights": (1e-160 * w, 1e-160 * v, x, y),
+        "H = 0": (none, none, x, 0 * y),
+    }
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+@pytest.mark.parametrize("case", special(1))
+def test_eigenvectors_of_the_linear_network(case: str, m: int) -> None:
+    """Unit, orthogonal, and H u = L u, wherever the outliers are."""
+    w, v, x, y = special(m)[case]
+    found = closed_form.linear_network(w, v, x, y)
+    hessian = dense(lambda v, w: w.dot(v) * x, (v, w), y)
+    assert_equal(found, hessian)
+    u = found.eigenvectors
+    assert u is not None
+    torch.testing.assert_close(u.T @ u, torch.eye(2, dtype=torch.float64), rtol=0, atol=1e-14)
+    scale = torch.linalg.eigvalsh(hessian).abs().max().item()
+    torch.testing.assert_close(hessian @ u, u * found.outliers, rtol=0, atol=1e-10 * scale)
+
+
+def test_eigenvectors_of_parallel_weights() -> None:
+    """w = v: L+ along (w, w), and L- = -d along (w, -w)."""
+    w, x = torch.tensor([1, 0.5, -0.5]).double(), torch.tensor([-1, 0, 1]).double()
+    found = closed_form.linear_network(w, w, x, 2 * x)
+    true = torch.stack([torch.cat([w, w]), torch.cat([w, -w])], 1) / math.sqrt(3)
+    assert found.eigenvectors is not None
+    torch.testing.assert_close((found.eigenvectors.T @ true).abs(), torch.eye(2, dtype=torch.float64))
+
+
 def test_phases_of_the_linear_network() -> None:
     """<w, v> on its way to t = mean(xy) / mean(x²) = 3, or to -3."""
     x = normal(10, seed=0)
@@ -97,6 +146,15 @@ def test_linear_network_with_bias(m: int, seed: int) -> None:
     found = closed_form.linear_network_with_bias(w, v, b, x, y)
     assert_equal(found, hessian)
     assert found.kinds.count("outlier") == 5
+
+
+@pytest.mark.parametrize("m", [3, 6])
+def test_a_bias_with_a_double_root(m: int) -> None:
+    """w orthogonal to v and b, or zero: q = 0, and the cubic is l²(l - N)."""
+    w, v, b, x, y = biased(m, 0)
+    for across in (w - (w.dot(v) * v + w.dot(b) * b) / v.dot(v), 0 * w):
+        hessian = dense(lambda v, b, w: (x.unsqueeze(1) * v + b) @ w, (v, b, across), y)
+        assert_equal(closed_form.linear_network_with_bias(across, v, b, x, y), hessian)
 
 
 def test_violated_assumptions_are_named() -> None:
@@ -144,7 +202,86 @@ def test_self_attention(width: int, seed: int) -> None:
     assert found.kinds.count("outlier") == 3 and len(found.bulk) == 2 * (width - 1)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("width", [1, 2, 6])
+@pytest.mark.parametrize("case", ["one token", "equal tokens", "q = k", "k = -q", "q = 0", "q = k = 0", "value 0"])
+def test_self_attention_with_multiple_roots(case: str, width: int, seed: int) -> None:
+    value, q, k = normal(1, seed=seed), normal(width, seed=seed + 50), normal(width, seed=seed + 100)
+    n = 1 if case == "one token" else 7
+    x, y = normal(n, seed=seed + 150), normal(n, seed=seed + 200)
+    if case == "equal tokens":
+        x = x[0].repeat(7)
+    value = 0 * value if case == "value 0" else value
+    q = 0 * q if case in ("q = 0", "q = k = 0") else q
+    k = {"q = k": q, "k = -q": -q, "q = k = 0": 0 * k}.get(case, k)
+    hessian = dense(lambda value, q, k: attention(x, value, q, k), (value, q, k), y)
+    assert_equal(closed_form.self_attention(value, q, k, x, y), hessian)
+
+
+def test_weights_that_are_not_finite_give_nan() -> None:
+    """A training that diverged goes on being plotted."""
+    bad, x = torch.tensor([math.nan, 1.0]), torch.ones(2)
+    assert closed_form.linear_network(bad, bad, x, x).outliers.isnan().all()
+    assert closed_form.self_attention(1.0, bad, bad, x, x).outliers.isnan().all()
+
+
+def calls() -> dict[str, tuple[Tensor, ...]]:
+    """Arguments for each closed form."""
+    w, v, x, y = (
+        normal(3, 4, seed=0),
+        normal(3, 4, seed=1),
+        torch.linalg.qr(normal(12, 3, seed=2)).Q,
+        normal(12, seed=3),
+    )
+    return {
+        "linear_network": (w[0], v[0], x[:, 0], y),
+        "relu_network": (w[0], v[0], x[:, 0], y),
+        "linear_network_with_bias": biased(4, 0),
+        "linear_network_of_inputs": (w, v, x, y),
+        "linear_network_of_outputs": (w, v, y, x),
+        "self_attention": (torch.tensor(0.3).double(), w[0], v[0], x[:, 0], y),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_lists_and_arrays_are_taken_as_float64(name: str) -> None:
+    form, arguments = getattr(closed_form, name), calls()[name]
+    true = form(*arguments).eigenvalues
+    assert true.equal(form(*(tensor.tolist() for tensor in arguments)).eigenvalues)
+    assert true.equal(form(*(tensor.numpy() for tensor in arguments)).eigenvalues)
+    assert true.equal(form(*(tensor.clone().requires_grad_() for tensor in arguments)).eigenvalues)
+
+
+@pytest.mark.parametrize(
+    "bad", [None, "text", [[1.0, 2.0], [3.0]], {"a": 1}, torch.ones(2) * 1j, np.ones(2) * 1j, [1j]]
+)
+@pytest.mark.parametrize("name", calls())
+def test_what_is_no_tensor_is_named(name: str, bad: Any) -> None:
+    form, arguments = getattr(closed_form, name), list(calls()[name])
+    names = list(form.__annotations__)
+    for i in range(len(arguments)):
+        with pytest.raises(curvmon.InputError, match=f"^{names[i]} is (a vector|a matrix|one number); torch makes no"):
+            form(*arguments[:i], bad, *arguments[i + 1 :])
+
+
+@pytest.mark.parametrize("name", calls())
+def test_a_wrong_number_of_dimensions_is_named(name: str) -> None:
+    form, arguments = getattr(closed_form, name), list(calls()[name])
+    names = list(form.__annotations__)
+    for i in range(len(arguments)):
+        for shape in ((2, 2, 2), (0,)):
+            with pytest.raises(curvmon.InputError, match=f"^{names[i]} is (a vector|a matrix|one number); got shape"):
+                form(*arguments[:i], torch.ones(shape), *arguments[i + 1 :])
+
+
 def test_shapes_that_do_not_fit_are_named() -> None:
+    one = torch.ones(2)
+    with pytest.raises(curvmon.InputError, match=r"w_value is one number; got shape \(2,\)"):
+        closed_form.self_attention(one, one, one, one, one)
+    with pytest.raises(curvmon.InputError, match=r"w_query and w_key have the same length"):
+        closed_form.self_attention(1.0, one, torch.ones(3), one, one)
+    with pytest.raises(curvmon.InputError, match=r"x and y have the same length"):
+        closed_form.self_attention(1.0, one, one, one, torch.ones(3))
     with pytest.raises(curvmon.InputError, match=r"w and v have the same length; got w \(2,\), v \(3,\)"):
         closed_form.linear_network(torch.ones(2), torch.ones(3), torch.ones(4), torch.ones(4))
     with pytest.raises(curvmon.InputError, match=r"w is a vector; got shape \(2, 2\)"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -107,7 +109,13 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
             simple = value if isinstance(value, (bool, int, float, str)) else None
             state[f"attribute {name}.{key}"] = id(value), contents, simple
         state[f"order {name}"] = list(module.__dict__)
-    state["process"] = (
+    state["process"] = process()
+    return state
+
+
+def process() -> tuple[Any, ...]:
+    """What a measurement changes, and all threads share."""
+    return (
         random.getstate(),
         [np.asarray(part) for part in np.random.get_state()[1:]],
         torch.get_rng_state(),
@@ -122,9 +130,11 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         torch.backends.cudnn.enabled,
         id(torch.utils.checkpoint.CheckpointFunction),
         id(torch.utils.checkpoint._checkpoint_without_reentrant_generator),
+        torch.amp.autocast_mode.autocast.__enter__,
+        torch._weight_norm,
+        sys.modules["torch.nn.utils.weight_norm"]._weight_norm,
         torch.get_deterministic_debug_mode(),
     )
-    return state
 
 
 def same(a: Any, b: Any) -> bool:
@@ -331,3 +341,109 @@ def test_features_that_a_users_hook_collects_are_tapped(batch: Batch) -> None:
     assert collected.resonance.item() == pytest.approx(
         curvmon.exact(model, batch, loss=direct, nodes=["0"]).resonance.item()
     )
+
+
+def in_thread(target: Callable[[], Any]) -> threading.Thread:
+    """A daemon: should the lock be held for ever, the test fails instead of hanging."""
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def assert_ends(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def sharpness(model: nn.Module, batch: Batch, loss: Callable[..., Tensor]) -> float:
+    return curvmon.spectrum(model, batch, loss=loss, k=1).sharpness
+
+
+def resonance(model: nn.Module, batch: Batch, loss: Callable[..., Tensor]) -> float:
+    return curvmon.measure(model, batch, loss=loss, nodes=["0"]).resonance.item()
+
+
+def exact_resonance(model: nn.Module, batch: Batch, loss: Callable[..., Tensor]) -> float:
+    return curvmon.exact(model, batch, loss=loss, nodes=["0"]).resonance.item()
+
+
+@pytest.mark.parametrize("number", [sharpness, resonance, exact_resonance])
+def test_of_two_calls_in_threads_the_second_waits(number: Callable[..., float], batch: Batch) -> None:
+    """A waits a while for B to be inside, B until A has left: overlapping, B would put back what A had replaced."""
+    first_inside, second_inside, first_left, met, waited = (threading.Event() for _ in range(5))
+
+    def first_loss(model: nn.Module, batch: Batch) -> Tensor:
+        first_inside.set()
+        if not waited.is_set():
+            waited.set()
+            if second_inside.wait(1):
+                met.set()
+        return plain_loss(model, batch)
+
+    def second_loss(model: nn.Module, batch: Batch) -> Tensor:
+        second_inside.set()
+        first_left.wait(10)
+        return plain_loss(model, batch)
+
+    one, other = network(), network()
+    alone = number(one, batch, plain_loss), number(other, batch, plain_loss)
+    found: dict[str, float] = {}
+
+    def first() -> None:
+        found["first"] = number(one, batch, first_loss)
+        first_left.set()
+
+    def second() -> None:
+        first_inside.wait(10)
+        found["second"] = number(other, batch, second_loss)
+
+    before = process()
+    assert_ends(in_thread(first), in_thread(second))
+    assert same(before, process())
+    assert not met.is_set() and second_inside.is_set()
+    assert (found["first"], found["second"]) == alone
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert one(batch[0]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, curvmon.InputError])
+def test_after_a_failure_in_one_thread_another_may_measure(error: type[BaseException], batch: Batch) -> None:
+    def failing(model: nn.Module, batch: Batch) -> Tensor:
+        raise error
+
+    model = nn.Sequential(nn.LazyLinear(3)) if error is curvmon.InputError else network()
+
+    def fail() -> None:
+        with pytest.raises(error):
+            curvmon.measure(model, batch, loss=failing)
+        failed.set()
+
+    failed, found = threading.Event(), []
+    before = process()
+    assert_ends(in_thread(fail))
+    assert failed.is_set() and same(before, process())
+    assert_ends(in_thread(lambda: found.append(resonance(network(), batch, plain_loss))))
+    assert found
+
+
+def test_a_loss_may_measure(batch: Batch) -> None:
+    model, inner = network(), network()
+
+    def measuring(model: nn.Module, batch: Batch) -> Tensor:
+        return plain_loss(model, batch) * resonance(inner, batch, plain_loss)
+
+    found: list[float] = []
+    before = process()
+    assert_ends(in_thread(lambda: found.append(sharpness(model, batch, measuring))))
+    assert same(before, process())
+    factor = resonance(inner, batch, plain_loss)
+    assert found == [pytest.approx(factor * sharpness(model, batch, plain_loss), rel=1e-4)]

@@ -98,6 +98,20 @@ def test_where_no_limit_is_known_the_reason_is_told() -> None:
         stability_limit(0.1)  # type: ignore[arg-type]
 
 
+def test_dampening_above_one_has_no_limit() -> None:
+    """Momentum then goes uphill: the smallest positive curvature grows."""
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 1.5}
+    weight, other = nn.Parameter(torch.ones(1, dtype=torch.float64)), nn.Parameter(torch.ones(1))
+    damped = torch.optim.SGD([weight], **options)
+    rule = stability_limit(damped)
+    assert math.isnan(rule.limit) and "no limit is known for a dampening above one" in rule.reason
+    assert grows(damped, weight, 1e-2, 4000)
+    mixed = stability_limit(torch.optim.SGD([{"params": [other], "lr": 0.1}, {"params": [weight], **options}], lr=0.1))
+    assert math.isnan(mixed.limit) and "dampening above one" in mixed.reason
+    # without momentum torch ignores it
+    assert stability_limit(torch.optim.SGD([weight], lr=0.1, dampening=1.5)).limit == pytest.approx(20)
+
+
 def test_spectrum_compares_with_the_limit() -> None:
     values = torch.tensor([4.0, 3, 2, 1, -1])
     model = Quadratic(values)
