@@ -15,6 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -139,7 +140,7 @@ def report(data: Path | None, only: list[str], parts: list[str]) -> Iterator[str
         yield from eigenvalues(setting)
         yield ""
     if "warm" in parts:
-        yield from warm_starts([*decoders, *resnets, *(annealed_resnets(data) if resnets else [])])
+        yield from warm_starts(chain(resnets, decoders, annealed_resnets(data) if resnets else ()))
         yield ""
     for setting in resnets[:1] if "best" in parts else ():
         few = {k: best_combination(setting, k, products) for k, products in ((1, 3), (5, 10))}

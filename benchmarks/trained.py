@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ def trained_resnets(data: Path | None, late: bool) -> list[Setting]:
     return [*found, _with_exact_statistics(found[-1], x)] if late else found
 
 
-def annealed_resnets(data: Path | None) -> list[Setting]:
+def annealed_resnets(data: Path | None) -> Iterator[Setting]:
     """The same with random crops and flips, weight decay and a cosine down to zero, at the end; with both statistics.
 
     Unlike the network above it does not learn its images by heart.
@@ -98,7 +99,8 @@ def annealed_resnets(data: Path | None) -> list[Setting]:
             optimizer.step()
     name = f"ResNet-18, augmented, annealed, after {ANNEALED_EPOCHS - 2} epochs of {ANNEALED_EPOCHS}"
     found = Setting(name, *kept, model.eval(), probe, nn.CrossEntropyLoss())
-    return [found, _with_exact_statistics(found, x)]
+    yield found
+    yield _with_exact_statistics(found, x)
 
 
 def _augmented(x: Tensor) -> Tensor:
