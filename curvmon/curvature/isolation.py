@@ -40,7 +40,7 @@ _DISTRIBUTED_SYNC = ("require_backward_grad_sync", "require_forward_param_sync")
 # Most of what is replaced belongs to the process (autocast, checkpoints, kernels, default dtype, random generators). Of
 # two measurements in threads that overlap, the second would save the first one's replacements as the originals, and put
 # them back for good after the first has left. Re-entrant, since a loss may measure as well.
-_ONE_AT_A_TIME = threading.RLock()
+one_at_a_time = threading.RLock()
 
 
 def to_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -82,7 +82,7 @@ def isolated(
     One thread at a time: others wait here, so `loss` must not wait for a measurement in another thread. Enter and leave
     in the same thread.
     """
-    with _ONE_AT_A_TIME, ExitStack() as stack:
+    with one_at_a_time, ExitStack() as stack:
         found = reachable(model, loss)  # not before: it would find the copies of another thread's measurement
         modules = found.modules
         devices = {p.device.type for module in modules for p in module.parameters(recurse=False)} | {"cpu"}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from curvmon.curvature.arguments import batch_size, check_arguments, explained, why_not_finite
 from curvmon.curvature.autograd import bypassed, custom_functions, differentiate, product
-from curvmon.curvature.isolation import isolated, own_copy
+from curvmon.curvature.isolation import isolated, one_at_a_time, own_copy
 from curvmon.curvature.layers import Layer, used_once, watched_layers
 from curvmon.curvature.losses import Layout
 from curvmon.curvature.operators import check_finite
@@ -213,6 +213,14 @@ def open_parameters(
 ) -> Iterator[ParameterOperator]:
     """The operator for the life of the context; the model is as before when it ends, however it ends."""
     check_arguments(model, loss, None, None, 0)
+    # another thread's measurement of the same model holds its parameters constant
+    with one_at_a_time:
+        yield from _opened(model, batches, loss, dtype)
+
+
+def _opened(
+    model: nn.Module, batches: Sequence[Any], loss: Loss, dtype: torch.dtype | None
+) -> Iterator[ParameterOperator]:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise InputError("the model has no parameter that requires gradients, so there is no Hessian to look at")

@@ -376,8 +376,9 @@ def exact_resonance(model: nn.Module, batch: Batch, loss: Callable[..., Tensor])
     return curvmon.exact(model, batch, loss=loss, nodes=["0"]).resonance.item()
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("number", [sharpness, resonance, exact_resonance])
-def test_of_two_calls_in_threads_the_second_waits(number: Callable[..., float], batch: Batch) -> None:
+def test_of_two_calls_in_threads_the_second_waits(number: Callable[..., float], shared: bool, batch: Batch) -> None:
     """A waits a while for B to be inside, B until A has left: overlapping, B would put back what A had replaced."""
     first_inside, second_inside, first_left, met, waited = (threading.Event() for _ in range(5))
 
@@ -394,7 +395,8 @@ def test_of_two_calls_in_threads_the_second_waits(number: Callable[..., float], 
         first_left.wait(10)
         return plain_loss(model, batch)
 
-    one, other = network(), network()
+    one = network()
+    other = one if shared else network()
     alone = number(one, batch, plain_loss), number(other, batch, plain_loss)
     found: dict[str, float] = {}
 
