@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from curvmon.curvature.autograd import product
 from curvmon.curvature.losses import Layout
 from curvmon.curvature.operators import norm
 from curvmon.curvature.parameters import ParameterOperator
@@ -50,10 +49,8 @@ class Agreement:
         return norm(true - self._by_layers) <= TOLERANCE * norm(true)
 
     def _pulled_back(self, layered: LayeredGraph, cotangents: list[Tensor]) -> Tensor:
-        variables = [*(layer.tap for layer in layered.layers), *layered.rest]
-        gradients = product(layered.graph.outputs, variables, cotangents)
-        count = len(layered.layers)
-        found = list(zip(layered.rest, gradients[count:]))
+        gradients = layered.gradients(cotangents)
+        found = list(zip(layered.rest, gradients[len(layered.layers) :]))
         for layer, gradient in zip(layered.layers, gradients):
             found += layer.pulled_back(gradient)
         return self._operator.gathered(found)

@@ -47,6 +47,10 @@ class LayeredGraph(NamedTuple):
     rest: list[Tensor]
     samples: int
 
+    def gradients(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """J^T c, by the taps of all layers and by the other parameters."""
+        return product(self.graph.outputs, [*(layer.tap for layer in self.layers), *self.rest], cotangents)
+
 
 class Part(NamedTuple):
     """An estimate, its standard error, and what it took."""
@@ -100,7 +104,7 @@ def gauss_newton_trace(
             for number, (column, signs) in enumerate(zip(factor.columns, factor.signs.T)):
                 for sign in (1, -1):
                     if (weight := (signs == sign).to(column)).any():
-                        gradients = _gradients(layered, layout.tensors(column * weight.unsqueeze(1)))
+                        gradients = layered.gradients(layout.tensors(column * weight.unsqueeze(1)))
                         total += sign * _sizes(layered, apart, gradients)
                         if shown is not None and sign > 0:  # where S is negative there are no large eigenvalues
                             shown.add(number, gradients)
@@ -123,7 +127,7 @@ def gauss_newton_trace(
             return root.draw(generator)
 
     samples = torch.tensor(
-        [_sizes(layered, apart, _gradients(layered, draw())) for _ in range(SKETCHES)], dtype=torch.float64
+        [_sizes(layered, apart, layered.gradients(draw())) for _ in range(SKETCHES)], dtype=torch.float64
     )
     return Part(samples.mean().item(), _standard_error(samples), SKETCHES + CHECKS)
 
@@ -175,11 +179,6 @@ def _separable(layered: LayeredGraph, layout: Layout, column: list[Tensor]) -> l
         if norm_squared(other - each * one) <= (10 * torch.finfo(one.dtype).eps) ** 2 * norm_squared(other):
             found.append(i)
     return found
-
-
-def _gradients(layered: LayeredGraph, cotangents: list[Tensor]) -> list[Tensor]:
-    """J^T c, by the taps of all layers and by the other parameters."""
-    return product(layered.graph.outputs, [*(layer.tap for layer in layered.layers), *layered.rest], cotangents)
 
 
 def _sizes(layered: LayeredGraph, apart: list[int], gradients: list[Tensor]) -> float:
