@@ -17,7 +17,7 @@ docs: $(READY)
 
 # the pictures in docs/images that show the demo; needs Chromium
 screenshots: demo
-	$(BIN)/python -m tests.screenshots
+	$(BIN)/python -m tests.helpers.screenshots
 
 # about half an hour; DATA=cifar10_subset.npz for real images
 bench: $(READY)

@@ -12,9 +12,10 @@ import statistics
 import torch
 
 import curvmon
-from tests import cases, test_papers
-from tests.curvature.test_estimators import METRICS, coverage, deviations, network_deviations, problem
-from tests.curvature.test_truth import truth_of
+from tests import test_papers
+from tests.helpers import cases
+from tests.pairs.test_estimator import METRICS, coverage, deviations, network_deviations, problem
+from tests.pairs.test_exact import truth_of
 
 
 def all_cases() -> None:

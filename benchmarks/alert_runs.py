@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from curvmon.alerts.context import Circumstances, circumstances
 from curvmon.errors import CurvmonError
-from curvmon.tracking.circumstances import Circumstances, circumstances
-from curvmon.tracking.history import Snapshot
-from curvmon.tracking.recipe import Recipe
+from curvmon.monitor.recipe import Recipe
+from curvmon.records import Snapshot
 
 VALIDATIONS = 30
 LEAST_RATE = 0.05

@@ -22,10 +22,10 @@ import torch
 from benchmarks.alert_runs import EVENTS, Observed, record, record_steady
 from benchmarks.alert_series import KINDS, Series, collection
 from curvmon import ChangeDetector
-from curvmon.tracking.alarms import Alarms
-from curvmon.tracking.circumstances import Circumstances
-from curvmon.tracking.history import Snapshot
-from curvmon.tracking.series import watched
+from curvmon.alerts.context import Circumstances
+from curvmon.alerts.features import watched
+from curvmon.alerts.manager import Alarms
+from curvmon.records import Snapshot
 
 REPORTED = 1000
 """the first seed of the table"""

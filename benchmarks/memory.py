@@ -20,7 +20,7 @@ from torch import nn
 
 import curvmon
 from benchmarks.networks import Decoder, classification_loss, next_token_loss
-from tests.resnet import resnet18
+from tests.helpers.resnet import resnet18
 
 RESNET_NODES = ["maxpool", "layer1", "layer2", "layer3", "layer4"]
 DECODER_NODES = [f"layers.{i}" for i in (1, 3, 5, 7, 9, 11)]

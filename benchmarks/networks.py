@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.networks import ResidualMLP
+from tests.helpers.networks import ResidualMLP
 
 
 class DecoderLayer(nn.Module):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.speed import machine
 from curvmon import CurvatureMonitor
-from curvmon.lightning.budget import Budget
+from curvmon.monitor.budget import Budget
 from examples.image_classifier import Classifier, ResNet, digits, prepared
 
 

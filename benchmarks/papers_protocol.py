@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from curvmon.curvature.autograd import differentiate, product
-from curvmon.curvature.session import open_session
-from curvmon.curvature.taps import TappedGraph
-from curvmon.types import METRICS
+from curvmon.graph.autograd import differentiate, product
+from curvmon.graph.taps import TappedGraph
+from curvmon.operators.session import open_session
+from curvmon.records import METRICS
 
 PROBES, POWER_STEPS, GAP_PROBES = 30, 20, 30
 PLAIN: dict[str, Any] = {"output": None, "batch_dim": 0, "dtype": None, "lean": False}
-"""torch's own operations: what `curvmon.curvature.lean` saves is no part of the papers' protocol"""
+"""torch's own operations: what `curvmon.graph.efficient_operations` saves is no part of the papers' protocol"""
 
 
 class Protocol(NamedTuple):

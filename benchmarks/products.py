@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
 from benchmarks.networks import Decoder, classification_loss, next_token_loss, residual_gelu
-from curvmon.curvature.session import open_session
-from tests.resnet import resnet18
+from curvmon.operators.session import open_session
+from tests.helpers.resnet import resnet18
 
 COLUMNS = 8
 

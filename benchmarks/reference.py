@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvmon.curvature.gauss_newton import examine
-from curvmon.curvature.operators import GraphOperator
-from curvmon.curvature.session import open_session
+from curvmon.operators.node_blocks import GraphOperator
+from curvmon.operators.session import open_session
+from curvmon.pairs.gauss_newton import examine
 
 
 def reference(

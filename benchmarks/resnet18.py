@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from tests.resnet import resnet18
+from tests.helpers.resnet import resnet18
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 NODES = ["maxpool", "layer1", "layer2", "layer3", "layer4"]

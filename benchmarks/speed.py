@@ -28,10 +28,10 @@ from benchmarks.networks import Decoder, classification_loss, next_token_loss, r
 from benchmarks.papers_protocol import papers_protocol, seconds_of_protocol
 from benchmarks.reference import reference
 from benchmarks.resnet18 import NODES, batch
-from curvmon.curvature.gauss_newton import examine
-from curvmon.curvature.session import open_session
-from curvmon.types import METRICS
-from tests.resnet import resnet18
+from curvmon.operators.session import open_session
+from curvmon.pairs.gauss_newton import examine
+from curvmon.records import METRICS
+from tests.helpers.resnet import resnet18
 
 Lines = list[str]
 Loss = Callable[[Any, Any], Tensor]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.networks import Decoder, classification_loss
-from tests.resnet import resnet18
+from tests.helpers.resnet import resnet18
 
 RATES = {10: 0.02, 20: 0.002, 30: 0.0002}
 """the learning rates of the epochs at which the ResNet is looked at"""

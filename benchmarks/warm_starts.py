@@ -12,10 +12,10 @@ from torch import Tensor
 
 import curvmon
 from benchmarks.trained import Setting
-from curvmon.curvature.beginning import Beginning
-from curvmon.curvature.lanczos import Lanczos
-from curvmon.curvature.parameters import ParameterOperator, open_parameters
-from curvmon.curvature.traces import trace_of_parts
+from curvmon.operators.hessian import ParameterOperator, open_parameters
+from curvmon.spectrum.initial_block import Beginning
+from curvmon.spectrum.lanczos import Lanczos
+from curvmon.spectrum.trace import trace_of_parts
 
 TOLERANCE = 1e-2
 """of a residual, relative to its eigenvalue"""

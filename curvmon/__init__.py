@@ -2,11 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from curvmon.curvature import closed_form
-from curvmon.curvature.exact import exact
-from curvmon.curvature.measure import measure
-from curvmon.curvature.spectrum import spectrum
-from curvmon.curvature.stability import StabilityLimit, stability_limit
+from curvmon import closed_form
+from curvmon.alerts.change_detector import ChangeDetector, Sensitivity
+from curvmon.alerts.rules import AlertRules
 from curvmon.errors import (
     CurvmonError,
     DivergedError,
@@ -16,13 +14,15 @@ from curvmon.errors import (
     NodeError,
     NonFiniteError,
 )
-from curvmon.tracking.changes import ChangeDetector, Sensitivity
-from curvmon.tracking.rules import AlertRules
-from curvmon.types import Alert, Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
+from curvmon.pairs.exact import exact
+from curvmon.pairs.measure import measure
+from curvmon.records import Alert, Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
+from curvmon.spectrum.spectrum import spectrum
+from curvmon.spectrum.stability_limit import StabilityLimit, stability_limit
 from curvmon.version import __version__
 
 if TYPE_CHECKING:
-    from curvmon.lightning.callback import CurvatureMonitor
+    from curvmon.integrations.lightning.callback import CurvatureMonitor
 
 __all__ = [
     "Alert",
@@ -56,7 +56,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The callback, when it is asked for: importing Lightning takes seconds, and `measure` does not need it."""
     if name == "CurvatureMonitor":
-        from curvmon.lightning.callback import CurvatureMonitor
+        from curvmon.integrations.lightning.callback import CurvatureMonitor
 
         return CurvatureMonitor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

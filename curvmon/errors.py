@@ -1,5 +1,13 @@
 """What can go wrong, by kind; every message says what to do about it."""
 
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+
 
 class CurvmonError(Exception):
     """Base class of all errors that curvmon raises on purpose."""
@@ -27,3 +35,20 @@ class DoubleBackwardError(CurvmonError, RuntimeError):
 
 class NonFiniteError(CurvmonError, ArithmeticError):
     """The loss is finite, but its second derivatives are not."""
+
+
+def warn(message: str) -> None:
+    """A warning in the user's terminal, on the first process only."""
+    if _process() == 0:
+        warnings.warn(f"curvmon: {message}", category=UserWarning, stacklevel=3)
+
+
+def _process() -> int:
+    """From the process group if there is one, else from what launchers put into the environment."""
+    if torch.distributed.is_available():
+        # not the names in torch.distributed, which are replaced during a measurement
+        group: Any = torch.distributed.distributed_c10d
+        if group.is_initialized():
+            return int(group.get_rank())
+    found = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return next((int(rank) for rank in found if rank is not None), 0)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import curvmon
-from curvmon.lightning.workspace import wandb_workspace
-from curvmon.tracking.metrics import MeanCurvature
+from curvmon.metrics.mean_curvature import MeanCurvature
+from curvmon.reporting.wandb_workspace import wandb_workspace
 
 PAGE = Path(__file__).with_name("api.md")
 SECTIONS: dict[str, list[str]] = {
@@ -39,7 +39,10 @@ SECTIONS: dict[str, list[str]] = {
     ],
 }
 """every name in `curvmon.__all__` apart from `closed_form`, a module, and the version"""
-FURTHER = {"curvmon.tracking.metrics.MeanCurvature": MeanCurvature, "curvmon.lightning.workspace": wandb_workspace}
+FURTHER = {
+    "curvmon.metrics.mean_curvature.MeanCurvature": MeanCurvature,
+    "curvmon.reporting.wandb_workspace": wandb_workspace,
+}
 _HOOK = re.compile(r"(on_|setup|state_dict|load_state_dict|state_key)")
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import yaml
 
 import curvmon
-from tests.lightning.smoke import module_of
+from tests.helpers.lightning_smoke import module_of
 
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import curvmon
 from benchmarks.networks import Decoder, classification_loss, next_token_loss, residual_gelu
-from curvmon.types import METRICS
-from tests.resnet import resnet18
+from curvmon.records import METRICS
+from tests.helpers.resnet import resnet18
 
 
 def test_six_residual_gelu_blocks_take_72_products() -> None:

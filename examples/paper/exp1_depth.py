@@ -45,7 +45,7 @@ TABLE_N3 = {
     (32, "residual"): ("0.120", "0.004", "0.12", "0.00", "0.986"),
 }
 Key = tuple[int, str]
-SHOWN: tuple[curvmon.types.Metric, ...] = ("resonance", "coupling")
+SHOWN: tuple[curvmon.records.measurement.Metric, ...] = ("resonance", "coupling")
 
 
 class Seen(NamedTuple):
@@ -85,7 +85,7 @@ def before_and_after(given: Options, data: Images) -> tuple[dict[Key, list[Seen]
     return before, after
 
 
-def curve(seen: Sequence[Seen], metric: curvmon.types.Metric) -> torch.Tensor:
+def curve(seen: Sequence[Seen], metric: curvmon.records.measurement.Metric) -> torch.Tensor:
     return mean_by_distance([one.found for one in seen], metric)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import curvmon
 
 
-def mean_by_distance(found: Sequence[curvmon.Measurement], metric: curvmon.types.Metric) -> Tensor:
+def mean_by_distance(found: Sequence[curvmon.Measurement], metric: curvmon.records.measurement.Metric) -> Tensor:
     """`metric` over pairs d apart, seeds x distances."""
     return torch.stack([m.by_distance(metric) for m in found])
 

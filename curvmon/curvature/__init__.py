@@ -1,1 +1,0 @@
-"""Curvature of a torch model. Knows no Trainer."""

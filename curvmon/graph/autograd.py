@@ -1,0 +1,152 @@
+"""`autograd.grad` as the products need it: graphs are kept, missing paths are zeros, errors say what to do."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvmon.errors import DoubleBackwardError, LossError
+from curvmon.graph.efficient_operations import is_ours, users_name
+
+
+def product(
+    functions: Sequence[Tensor | None],
+    variables: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    batched: bool = False,
+) -> list[Tensor]:
+    """Σ_i <cotangent_i, function_i> differentiated by every variable; zeros where the graph has no path.
+
+    `batched`: cotangents and results have one more dimension in front, and are products of their own along it.
+    """
+    pairs = [(f, c) for f, c in zip(functions, cotangents) if f is not None and f.requires_grad]
+    results: Sequence[Tensor | None] = [None] * len(variables)
+    if pairs:
+        results = differentiate([f for f, _ in pairs], variables, [c for _, c in pairs], batched=batched)
+    many = cotangents[0].shape[:1] if batched else ()
+    return [v.new_zeros((*many, *v.shape)) if r is None else r.detach() for r, v in zip(results, variables)]
+
+
+def differentiate(
+    functions: Sequence[Tensor],
+    variables: Sequence[Tensor],
+    cotangents: Sequence[Tensor] | None = None,
+    create_graph: bool = False,
+    batched: bool = False,
+) -> list[Tensor | None]:
+    """`autograd.grad` that keeps the graph; None where the graph has no path: there the derivative is zero."""
+    if not variables or not any(f.requires_grad for f in functions):
+        return [None] * len(variables)
+    try:
+        return list(
+            torch.autograd.grad(
+                functions,
+                variables,
+                cotangents,
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+        )
+    except RuntimeError as error:
+        raise _explained(error) from error
+
+
+def _explained(error: RuntimeError) -> Exception:
+    """Name the operation that has no second derivative, and a way out; other errors stay as they are."""
+    text = str(error)
+    if "backward through the graph a second time" in text:
+        return LossError("the graph of the loss is gone: loss(model, batch) must not call backward() itself")
+    if match := re.search(r"derivative for '?(?:aten::)?(\w+?)(_backward)?'? is not implemented", text):
+        operation = match.group(1).strip("_")
+        known = (remedy for name, remedy in _REMEDIES.items() if operation.startswith(name))
+        remedy = next(known, "replace it by operations that have a double backward")
+    elif "double backward" in text or "backward twice" in text or "twice differentiable" in text:
+        operation, remedy = "an operation", text.splitlines()[0]
+    else:
+        return error
+    return _no_double_backward(operation, remedy)
+
+
+def _no_double_backward(operation: str, remedy: str) -> DoubleBackwardError:
+    return DoubleBackwardError(
+        f"{operation} between the nodes and the loss cannot be differentiated twice: {remedy}, or choose nodes "
+        f"that lie behind it (only what is between the nodes and the loss is differentiated)"
+    )
+
+
+_REMEDIES = {
+    "ctc_loss": "curvature is not available for CTC; pass another `loss=` for the measurement",
+    "embedding_bag": "use nn.Embedding followed by a sum or mean",
+}
+
+
+def custom_functions(tensors: Sequence[Tensor]) -> list[str]:
+    """Names of the custom autograd functions behind a loss and its gradients; an error if one cannot go on.
+
+    Under `once_differentiable` a gradient ends in an Error node that leads to no variable. `autograd.grad` never gets
+    there and would call the derivative zero.
+    """
+    names, ends = set(), False
+    for function in _reachable(tensors):
+        ends |= function.name() == "torch::autograd::Error"
+        if isinstance(function, torch.autograd.function.BackwardCFunction) and not is_ours(function):
+            names.add(type(function).__name__.removesuffix("Backward"))
+    if ends:
+        raise _no_double_backward(
+            ", ".join(sorted(names)) or "a custom autograd function",
+            "write its backward with differentiable operations and drop @once_differentiable",
+        )
+    return sorted(names)
+
+
+def bypassed(loss: Tensor, variables: Sequence[Tensor], gates: Sequence[Tensor]) -> bool:
+    """Does the graph lead from the loss to one of the variables other than through the sums `x + gate`?
+
+    A gradient cannot tell: a term may have none here and curvature all the same.
+    """
+    return leads_to([loss], variables, gates)
+
+
+def leads_to(tensors: Sequence[Tensor], leaves: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> bool:
+    """Does the graph behind some tensors lead to one of the leaves, other than through the sums `x + gate`?"""
+    wanted = {id(leaf) for leaf in leaves}
+    return any(id(getattr(function, "variable", None)) in wanted for function in _reachable(tensors, gates))
+
+
+def has_convolutions(tensors: Sequence[Tensor]) -> bool:
+    """Somewhere in the graph behind some tensors."""
+    return any("Convolution" in function.name() for function in _reachable(tensors))
+
+
+def operations(stages: Sequence[Tensor]) -> list[Counter[str]]:
+    """What happens before each of some tensors and not before an earlier one: names of operations, and how often."""
+    seen: set[Any] = set()
+    found = []
+    for tensor in stages:
+        fresh = set(_reachable([tensor])) - seen
+        seen |= fresh
+        names = [name for function in fresh if (name := users_name(function)) is not None]
+        found.append(Counter(re.sub(r"Backward\d*$", "", name.split("::")[-1]) for name in names))
+    return found
+
+
+def _reachable(tensors: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> list[Any]:
+    """All nodes of the graph behind some tensors; what is added to one of the leaves `gates` is left out."""
+    closed = {id(gate) for gate in gates}
+    queue: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(queue)
+    while queue:
+        following = [function for function, _ in queue.pop().next_functions if function is not None]
+        if any(id(getattr(function, "variable", None)) in closed for function in following):
+            continue
+        fresh = set(following) - seen
+        seen |= fresh
+        queue += fresh
+    return list(seen)

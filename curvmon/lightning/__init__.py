@@ -1,1 +1,0 @@
-"""The Lightning side: when to measure, on what, and where the numbers go. No mathematics."""

@@ -1,0 +1,183 @@
+"""Measurements of several batches, on several processes, as one: a torchmetrics Metric.
+
+    R² = mean R_b²,   D = mean R_b² / mean ‖H_b‖_2²,   gap² = mean ‖T_b‖_F² / mean ‖GN_b‖_F²
+
+over batches b; C from R as always. Products are no part of it: torchmetrics runs `update` without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from curvmon.errors import InputError
+from curvmon.numerics import small_sample_factor
+from curvmon.records import METRICS, Measurement
+
+_SQUARES = ("resonance", "spectral_norm", "gn_norm", "remainder")
+
+
+class MeanCurvature(Metric):
+    """Root mean squares over batches of R, ‖H‖_2, ‖GN‖_F and ‖T‖_F, and the four metrics from them.
+
+    Standard errors: of one batch its own, of several the spread between batches, which includes it. States are float64
+    whatever the precision of the module they are part of.
+
+    Args:
+        nodes: of the measurements to come, in their order.
+        kwargs: those of every torchmetrics Metric.
+
+    Example:
+        >>> import torch, curvmon
+        >>> from curvmon.metrics.mean_curvature import MeanCurvature
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(),
+        ...                           torch.nn.Linear(8, 2))
+        >>> metric = MeanCurvature(["0", "2"])
+        >>> for _ in range(3):
+        ...     batch = torch.randn(16, 4), torch.randn(16, 2)
+        ...     metric.update(curvmon.measure(net, batch, nodes=["0", "2"],
+        ...                   loss=lambda net, b: torch.nn.functional.mse_loss(net(b[0]), b[1])))
+        >>> metric.measurement().nodes
+        ('0', '2')
+        >>> metric.compute()["coupling"].shape
+        torch.Size([2, 2])
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    count: Tensor
+    loss: Tensor
+    hvps: Tensor
+    seconds: Tensor
+
+    def __init__(self, nodes: Sequence[str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.nodes = (nodes,) if isinstance(nodes, str) else tuple(nodes)
+        n = len(self.nodes)
+        if not n:
+            raise InputError("nodes is empty; pass those of the measurements to come")
+        for name in _SQUARES:
+            # sums of squares, and of their squares
+            for moment in ("sum", "sum_of_squares"):
+                self.add_state(f"{name}_{moment}", torch.zeros((n, n), dtype=torch.float64), dist_reduce_fx="sum")
+        for metric in METRICS:
+            self.add_state(f"{metric}_stderr", torch.zeros((n, n), dtype=torch.float64), dist_reduce_fx="sum")
+        for name in ("count", "loss", "hvps", "seconds"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> MeanCurvature:
+        """Follow the module to its device, not to bfloat16 (Trainer(precision="bf16-true")): errors would be lost."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            try:
+                found = fn(tensor)
+            except TypeError:  # a device without float64
+                return tensor
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, *args, **kwargs)  # type: ignore[return-value]
+
+    def update(self, measurement: Measurement) -> None:
+        """Add one; its nodes are those of the metric."""
+        if not isinstance(measurement, Measurement):
+            raise InputError(f"MeanCurvature takes what curvmon.measure returns, not {type(measurement).__name__}")
+        if measurement.nodes != self.nodes:
+            raise InputError(f"a measurement of {measurement.nodes} does not belong to one of {self.nodes}")
+        for name, value in _parts(measurement).items():
+            for moment, power in (("sum", 2), ("sum_of_squares", 4)):
+                state = getattr(self, f"{name}_{moment}")
+                state += value.pow(power).to(state.device)
+        for metric in METRICS:
+            state = getattr(self, f"{metric}_stderr")
+            state += measurement.stderr[metric].to(state.device)
+        self.count += 1
+        self.loss += measurement.loss
+        self.hvps += measurement.hvps
+        self.seconds += measurement.seconds
+
+    def compute(self) -> dict[str, Tensor]:
+        """The matrices by name, their standard errors as "stderr/resonance" and so on; NaN before any update."""
+        return self._matrices()
+
+    def _matrices(self) -> dict[str, Tensor]:
+        count = int(self.count.item())
+        factor = small_sample_factor(max(1, count - 1))
+        mean, error = {}, {}
+        for name in _SQUARES:
+            total, squares = (getattr(self, f"{name}_{moment}") for moment in ("sum", "sum_of_squares"))
+            mean[name] = total / count
+            between = (squares / count - mean[name].square()).clamp_min(0) / max(1, count - 1)
+            error[name] = factor * between.sqrt() / mean[name].clamp_min(1e-300)  # relative
+        resonance = mean["resonance"].sqrt()
+        own = resonance.diagonal()
+        coupling = resonance / (own.unsqueeze(0) * own.unsqueeze(1)).sqrt()
+        rank = mean["resonance"] / mean["spectral_norm"]
+        gap = (mean["remainder"] / mean["gn_norm"]).sqrt()
+        half = {name: value / 2 for name, value in error.items()}  # a root has half the relative error
+        of_own = half["resonance"].diagonal().square() / 4
+        of_coupling = (half["resonance"].square() + of_own.unsqueeze(0) + of_own.unsqueeze(1)).sqrt()
+        spread = {
+            "resonance": resonance * half["resonance"],
+            "coupling": (coupling * of_coupling).fill_diagonal_(0),
+            "stable_rank": rank * torch.hypot(error["resonance"], error["spectral_norm"]),
+            "gn_gap": gap * torch.hypot(half["remainder"], half["gn_norm"]),
+        }
+        if count == 1:
+            spread = {metric: getattr(self, f"{metric}_stderr").clone() for metric in spread}
+        return {
+            "resonance": resonance,
+            "coupling": coupling,
+            "stable_rank": rank,
+            "gn_gap": gap,
+            "spectral_norm": mean["spectral_norm"].sqrt(),
+            "gn_norm": mean["gn_norm"].sqrt(),
+            **{f"stderr/{metric}": value for metric, value in spread.items()},
+        }
+
+    def measurement(self) -> Measurement:
+        """`compute` as a `Measurement`: the mean loss, the products and seconds of all, of all processes too."""
+        n, alone = len(self.nodes), self._is_synced or not self.sync_on_compute
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=not alone, should_unsync=not alone):
+            found = {name: value.reshape(n, n).cpu() for name, value in self._matrices().items()}
+            count, loss, hvps, seconds = torch.stack([self.count, self.loss, self.hvps, self.seconds]).tolist()
+        if not count:
+            raise InputError("nothing was measured yet")
+        return Measurement(
+            nodes=self.nodes,
+            **{name: value for name, value in found.items() if "/" not in name},
+            stderr={metric: found[f"stderr/{metric}"] for metric in METRICS},
+            loss=loss / count,
+            hvps=int(hvps),
+            seconds=seconds,
+            notes=(f"mean over {int(count)} batches",) if count > 1 else (),
+            operations={},
+        )
+
+
+def _parts(found: Measurement) -> dict[str, Tensor]:
+    """The norms; ‖T‖_F from the gap, and where there is no Gauss-Newton part, all of R."""
+    remainder = found.gn_gap * found.gn_norm
+    return {
+        "resonance": found.resonance,
+        "spectral_norm": found.spectral_norm,
+        "gn_norm": found.gn_norm,
+        "remainder": remainder.where(found.gn_norm > 0, found.resonance),
+    }
+
+
+def combined(measurements: Sequence[Measurement]) -> Measurement:
+    """One as it is; several as their root mean squares, with the notes of all."""
+    if len(measurements) == 1:
+        return measurements[0]
+    # one process of several has all of them: a sum over processes would wait for the others
+    metric = MeanCurvature(measurements[0].nodes, sync_on_compute=False)
+    for measurement in measurements:
+        metric.update(measurement)
+    found = metric.measurement()
+    notes = dict.fromkeys(note for m in measurements for note in m.notes)
+    return replace(found, notes=(*found.notes, *notes), operations=measurements[0].operations)

@@ -1,0 +1,295 @@
+"""Products with the Hessian of a loss by the parameters of a model, and with its Gauss-Newton part.
+
+    H z   = d/dθ <dL/dθ, z>                    GGN z = J^T S J z,  J = d out / dθ,  S = d²L / d out²
+
+by `autograd.grad` alone. Vectors are flat; the parameters are those that require gradients, shared ones once. The loss
+of several batches is the mean over all samples; its graphs are built one after the other for every product, so that
+memory is that of one batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvmon.errors import DivergedError, InputError, LossError
+from curvmon.graph.arguments import batch_size, check_arguments, explained, why_not_finite
+from curvmon.graph.autograd import bypassed, custom_functions, differentiate, product
+from curvmon.graph.linear_layers import Layer, LayeredGraph, used_once, watched_layers
+from curvmon.graph.loss_curvature import Layout
+from curvmon.graph.pytree import map_all_tensors, named_tensors
+from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
+from curvmon.isolation.model_state import isolated, one_at_a_time, own_copy
+from curvmon.isolation.random_state import reseed
+from curvmon.numerics import check_finite
+from curvmon.operators.session import NOISE_SEED, Loss
+
+SAME_LOSS = 1e-3
+"""how much a loss may differ from one forward pass to the next, relatively: rounding on a device, and no more"""
+
+
+class _GraphProducts:
+    """Products by the parameters of one tapped graph, whose output is tapped and whose layers are not."""
+
+    def __init__(self, graph: TappedGraph, parameters: list[Tensor]) -> None:
+        self._graph = graph
+        self._parameters = parameters
+        self.loss = graph.loss.item()
+        self._slopes = differentiate([graph.loss], parameters, create_graph=True)
+        self._pullbacks: list[Tensor | None] | None = None
+
+    @property
+    def depends(self) -> bool:
+        return any(slope is not None for slope in self._slopes)
+
+    def gradient(self) -> list[Tensor]:
+        if any(slope is not None and slope.layout is not torch.strided for slope in self._slopes):
+            raise InputError("a gradient is sparse (nn.Embedding(sparse=True)); set sparse=False for the measurement")
+        pairs = zip(self._slopes, self._parameters)
+        return [torch.zeros_like(p) if slope is None else slope.detach() for slope, p in pairs]
+
+    def custom_functions(self) -> list[str]:
+        return custom_functions([self._graph.loss, *(slope for slope in self._slopes if slope is not None)])
+
+    def used_once(self) -> set[int]:
+        return used_once(self._graph.loss, self._parameters)
+
+    def has_ggn(self) -> bool:
+        graph = self._graph
+        return bool(graph.outputs) and not bypassed(graph.loss, self._parameters, graph.output_taps)
+
+    def hessian(self, rows: Sequence[int], columns: Sequence[int], z: Sequence[Tensor]) -> list[Tensor]:
+        """H[rows, columns] z, only as much differentiated as that needs."""
+        return product([self._slopes[i] for i in columns], [self._parameters[i] for i in rows], z)
+
+    def ggn(self, z: Sequence[Tensor]) -> list[Tensor]:
+        graph = self._graph
+        if self._pullbacks is None:
+            self._output_slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
+            self._cotangents = [torch.zeros_like(out, requires_grad=True) for out in graph.outputs]
+            self._pullbacks = differentiate(graph.outputs, self._parameters, self._cotangents, create_graph=True)
+        tangents = product(self._pullbacks, self._cotangents, z)
+        curved = product(self._output_slopes, graph.output_taps, tangents)
+        return product(graph.outputs, self._parameters, curved)
+
+    def pullback(self, rows: Tensor) -> list[Tensor]:
+        """J^T c for a cotangent, samples x outputs."""
+        layout = Layout(self._graph.outputs, len(rows), 0)
+        return product(self._graph.outputs, self._parameters, layout.tensors(rows))
+
+
+class ParameterOperator:
+    """Products with H and GGN of a loss, or of the weighted sum of several."""
+
+    def __init__(
+        self,
+        losses: Sequence[tuple[float, Callable[[], TappedGraph]]],
+        parameters: Mapping[str, Tensor],
+        originals: Sequence[Tensor],
+        layered: Callable[[Mapping[str, Tensor]], Iterator[tuple[float, LayeredGraph]]],
+    ) -> None:
+        self._losses = losses
+        self._layered = layered
+        self.names = tuple(parameters)
+        self.originals = originals
+        """the user's parameters, of which these are copies"""
+        self._parameters = list(parameters.values())
+        self.sizes = [parameter.numel() for parameter in self._parameters]
+        self.size = sum(self.sizes)
+        self.products = 0
+        self.on_product: Callable[[int], None] = lambda products: None
+        """is told of every product"""
+        self.loss, self.has_ggn, depends = 0.0, True, False
+        self.gradient = self.template.new_zeros(self.size)
+        """dL/dθ"""
+        functions: set[str] = set()
+        self._once = set(range(len(self.sizes)))
+        self._kept: _GraphProducts | None = None
+        self._first: dict[int, float] = {}
+        """the loss of every batch"""
+        for weight, graph in self._graphs():
+            self.loss += weight * graph.loss
+            depends |= graph.depends
+            self.gradient += weight * torch.cat([g.reshape(-1).to(self.template) for g in graph.gradient()])
+            self.has_ggn &= graph.has_ggn()
+            functions.update(graph.custom_functions())
+            self._once &= graph.used_once()
+            self._kept = graph if len(losses) == 1 else None
+        if not depends:
+            raise LossError("the loss does not depend on any trainable parameter of the model; is it detached?")
+        self.custom_functions = sorted(functions)
+
+    @property
+    def template(self) -> Tensor:
+        """A flat vector's dtype and device."""
+        return self._parameters[0].detach().new_zeros(())
+
+    def hessian(self, z: Tensor) -> Tensor:
+        every = range(len(self._parameters))
+        return self.block(every, every, z)
+
+    def block(self, rows: Sequence[int], columns: Sequence[int], z: Tensor) -> Tensor:
+        """H[rows, columns] z for some of the parameters, given by their indices."""
+        shaped = self._shaped(z, columns)
+        return self._summed(lambda graph: graph.hessian(rows, columns, shaped))
+
+    def ggn(self, z: Tensor) -> Tensor:
+        """Only where `has_ggn`."""
+        shaped = self._shaped(z, range(len(self._parameters)))
+        return self._summed(lambda graph: graph.ggn(shaped))
+
+    def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
+        """The loss of every batch by taps on its layers, and its weight; only where `has_ggn`."""
+        return self._layered({self.names[i]: self._parameters[i] for i in self._once})
+
+    @property
+    def batches(self) -> int:
+        return len(self._losses)
+
+    def pullback(self, cotangents: Sequence[Tensor]) -> Tensor:
+        """Σ J_b^T c_b over the batches b, their weights left to c_b; only where `has_ggn`, and not counted."""
+        total = self.template.new_zeros(self.size)
+        for (_, graph), rows in zip(self._graphs(), cotangents):
+            total += torch.cat([tensor.reshape(-1).to(self.template) for tensor in graph.pullback(rows)])
+        return total.as_subclass(Tensor)  # a network may pass on a class of the batch's own
+
+    def gathered(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Gradients by single parameters as one vector, with zeros for the others."""
+        known = {id(parameter): gradient for parameter, gradient in pieces}
+        whole = (known.get(id(parameter), torch.zeros_like(parameter)) for parameter in self._parameters)
+        return torch.cat([gradient.reshape(-1).to(self.template) for gradient in whole])
+
+    def spend(self, products: int) -> None:
+        """Count work that was done elsewhere."""
+        self.products += products
+        self.on_product(products)
+
+    def flat(self, values: Mapping[Tensor, Tensor], default: float) -> Tensor:
+        """Values that belong to the user's parameters, as one vector."""
+        known = [values.get(original) for original in self.originals]
+        whole = [torch.full_like(p, default) if value is None else value for value, p in zip(known, self._parameters)]
+        return torch.cat([value.detach().reshape(-1).to(self.template) for value in whole])
+
+    def _graphs(self) -> Iterator[tuple[float, _GraphProducts]]:
+        for place, (weight, build) in enumerate(self._losses):
+            graph = self._kept or _GraphProducts(build(), self._parameters)
+            first = self._first.setdefault(place, graph.loss)
+            if abs(graph.loss - first) > SAME_LOSS * max(abs(graph.loss), abs(first)):
+                raise LossError(
+                    f"the loss of the same batch is {first:.6g} and then {graph.loss:.6g}: the model or the loss has a "
+                    f"state or a random generator of its own that a forward pass changes, and more_batches takes "
+                    f"several passes; reset it at the beginning of loss(model, batch), or leave more_batches out"
+                )
+            yield weight, graph
+
+    def _summed(self, image: Callable[[_GraphProducts], Sequence[Tensor]]) -> Tensor:
+        self.products += 1
+        total: Tensor | None = None
+        for weight, graph in self._graphs():
+            flat = torch.cat([tensor.reshape(-1).to(self.template) for tensor in image(graph)])
+            if len(self._losses) > 1:
+                flat = flat * weight
+            total = flat if total is None else total.add_(flat)
+        assert total is not None
+        check_finite([total])
+        self.on_product(1)
+        return total
+
+    def _shaped(self, z: Tensor, columns: Sequence[int]) -> list[Tensor]:
+        parts = torch.split(z, [self.sizes[i] for i in columns])
+        return [part.reshape(self._parameters[i].shape).to(self._parameters[i]) for part, i in zip(parts, columns)]
+
+
+@contextmanager
+def open_parameters(
+    model: nn.Module, batches: Sequence[Any], *, loss: Loss, dtype: torch.dtype | None = None
+) -> Iterator[ParameterOperator]:
+    """The operator for the life of the context; the model is as before when it ends, however it ends."""
+    check_arguments(model, loss, None, None, 0)
+    # another thread's measurement of the same model holds its parameters constant
+    with one_at_a_time:
+        yield from _opened(model, batches, loss, dtype)
+
+
+def _opened(
+    model: nn.Module, batches: Sequence[Any], loss: Loss, dtype: torch.dtype | None
+) -> Iterator[ParameterOperator]:
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise InputError("the model has no parameter that requires gradients, so there is no Hessian to look at")
+    odd = [name for name, parameter in trainable.items() if parameter.is_complex()]
+    if odd:
+        raise InputError(f"complex parameters ({', '.join(odd)}): use their real views, torch.view_as_real")
+    with isolated(model, loss, seed=NOISE_SEED, dtype=dtype):
+        copies = dict(model.named_parameters())
+        parameters = {name: copies[name].requires_grad_() for name in trainable}
+
+        def build(batch: Any) -> TappedGraph:
+            def run() -> Tensor:
+                reseed(NOISE_SEED)
+                return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
+
+            graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, dtype)
+            if not torch.isfinite(graph.loss):
+                raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
+            return graph
+
+        def layered(once: Mapping[str, Tensor]) -> Iterator[tuple[float, LayeredGraph]]:
+            for share, batch in zip(shares, batches):
+                graph, layers, owned = _by_layers(model, once, partial(build, batch))
+                rest = [parameter for name, parameter in parameters.items() if name not in owned]
+                yield share, LayeredGraph(graph, layers, rest, _samples(batch))
+
+        shares = _shares(batches)
+        losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
+        yield ParameterOperator(losses, parameters, list(trainable.values()), layered)
+
+
+def _by_layers(
+    model: nn.Module, once: Mapping[str, Tensor], build: Callable[[], TappedGraph]
+) -> tuple[TappedGraph, list[Layer], set[str]]:
+    """The graph with a tap on every layer that runs once, these layers, and the names of their parameters."""
+    shy: list[nn.Module] = []
+    while True:
+        with watched_layers(model, once, shy) as watched:
+            graph = build()
+        odd = watched.odd()
+        if not odd:
+            return graph, watched.layers, watched.owned
+        shy += odd
+
+
+def _samples(batch: Any) -> int:
+    """One where the batch does not tell: it holds no tensor, or only numbers."""
+    counts = any(tensor.is_nested or tensor.ndim for _, tensor in named_tensors(batch))
+    return (batch_size(batch, 0) or 1) if counts else 1
+
+
+def _shares(batches: Sequence[Any]) -> list[float]:
+    """Of the samples: the weighted sum of losses that are means over their samples is then the mean over all.
+
+    The size that most tensors have along their first dimension, looked at in all batches together: class weights that
+    come with every batch do not count samples.
+    """
+    if len(batches) == 1:
+        return [1.0]
+    tensors = [[t for _, t in named_tensors(batch, objects=True) if not t.is_nested] for batch in batches]
+    sizes = [[len(tensor) if tensor.ndim else 1 for tensor in found] for found in tensors]
+    if len({len(found) for found in sizes}) > 1:
+        counts = [tuple(_samples(batch) for batch in batches)]
+    else:
+        votes = Counter(zip(*sizes)) or Counter([(1,) * len(batches)])
+        counts = [sample for sample, count in votes.items() if count == max(votes.values())]
+    shares = {tuple(count / sum(each) for count in each) for each in counts if all(each)}
+    if len(shares) != 1:
+        raise InputError(
+            f"more_batches: how many samples each batch has is not clear (sizes {', '.join(map(str, counts))}), and "
+            f"their losses are weighted by that; pass batches of the same size"
+        )
+    return list(shares.pop())

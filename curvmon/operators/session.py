@@ -1,0 +1,236 @@
+"""From what the user passes to a tapped graph: find the nodes, run the loss, and leave no trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from curvmon.errors import DivergedError, LossError, NodeError
+from curvmon.graph.arguments import batch_size, check_arguments, explained, has_dimension, why_not_finite
+from curvmon.graph.nodes import Call, choose, labelled, record_calls, resolve
+from curvmon.graph.pytree import map_all_tensors
+from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
+from curvmon.isolation.model_state import Isolation, isolated, own_copy
+from curvmon.isolation.random_state import reseed
+from curvmon.operators.node_blocks import GraphOperator
+
+Loss = Callable[[Any, Any], Tensor]
+NOISE_SEED = 0
+"""for a model that draws noise of its own: the same in every forward pass and every measurement"""
+
+
+class NoCallError(LossError, NodeError):
+    """No module of the model ran: there is nothing to tap. Its parameters may still have a say in the loss."""
+
+
+class Session(NamedTuple):
+    """An open measurement: products of a tapped graph, and what was done to make it possible."""
+
+    operator: GraphOperator
+    names: tuple[str, ...]
+    loss: float
+    notes: list[str]
+    shifted: Callable[[Mapping[str, Tensor]], TappedGraph]
+    """the same graph with other values of the taps than zero"""
+
+
+@contextmanager
+def open_session(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    nodes: Sequence[str] | None,
+    output: str | None,
+    batch_dim: int,
+    dtype: torch.dtype | None,
+    lean: bool = True,
+) -> Iterator[Session]:
+    """Tap `model` under `loss` for the life of the context; the model is as before when it ends, however it ends."""
+    wanted = check_arguments(model, loss, nodes, output, batch_dim)
+    samples = batch_size(batch, batch_dim)
+    with isolated(model, loss, seed=NOISE_SEED, dtype=dtype) as isolation:
+
+        def run() -> Tensor:
+            reseed(NOISE_SEED)
+            return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
+
+        calls = explained(lambda: _discover(model, run, isolation), model, dtype)
+        if not calls:
+            raise NoCallError("loss(model, batch) did not call the model that was passed, nor any part of it")
+        out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))
+
+        def tap(chosen: list[Call]) -> TappedGraph:
+            graph = tapped_forward(labelled(calls, chosen), run, batch_dim=batch_dim, output=out, lean=lean)
+            if not torch.isfinite(graph.loss):
+                raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
+            return graph
+
+        if wanted is None:
+            operator, notes = _automatic(model, calls, tap, samples, batch_dim)
+        else:
+            operator, notes = GraphOperator(tap(resolve(model, calls, wanted))), []
+        graph = operator.graph
+        notes += [*_output_notes(operator, output), *_graph_notes(operator, samples, batch_dim, dtype)]
+
+        def shifted(at: Mapping[str, Tensor]) -> TappedGraph:
+            return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at, lean=lean)
+
+        yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes, shifted)
+
+
+def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) -> list[Call]:
+    """The calls of one forward pass; with trainable copies if the loss itself differentiates by the parameters."""
+    try:
+        return record_calls(model, run)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("does not require grad", "doesn't require grad")):
+            raise
+        isolation.thaw()
+        return record_calls(model, run)
+
+
+def _automatic(
+    model: nn.Module, calls: list[Call], tap: Callable[[list[Call]], TappedGraph], samples: int | None, batch_dim: int
+) -> tuple[GraphOperator, list[str]]:
+    """Choose nodes, leaving out those that the loss does not depend on and, if two others remain, the output itself."""
+    left_out: set[tuple[int, int]] = set()
+    unrelated: LossError | None = None
+
+    def has_rows(call: Call) -> bool:
+        shape = call.shape
+        if shape is None or not has_dimension(shape, batch_dim):
+            return False
+        return rows is None or shape[batch_dim] == rows
+
+    def usable(call: Call) -> bool:
+        return has_rows(call) and call.key not in left_out
+
+    rows = samples
+    if not choose(model, calls, usable):
+        rows = _rows_of_several(calls, samples, batch_dim) or samples
+    while chosen := choose(model, calls, usable):
+        graph = tap(chosen)
+        try:
+            operator = GraphOperator(graph)
+        except LossError as error:  # another part of the model may still have a say
+            unrelated = error
+            left_out.update(call.key for call in chosen)
+            continue
+        dead = {call.key for call, gradient in zip(chosen, operator.gradients) if gradient is None}
+        outputs = {call.key for i, call in enumerate(chosen) if _is_output(graph, i)}
+        if not dead and (not outputs or len(chosen) - len(outputs) < 2):
+            return operator, _shape_notes(calls, chosen, has_rows, rows, batch_dim)
+        left_out.update(dead or outputs)
+        del graph, operator  # they hold all activations
+    raise unrelated or NodeError(
+        "no module with parameters returned a floating tensor with the batch's samples along "
+        f"batch_dim={batch_dim}; pass nodes=[...] or the right batch_dim"
+    )
+
+
+def _rows_of_several(calls: list[Call], samples: int | None, batch_dim: int) -> int | None:
+    """The multiple of the samples that most layers see, where none sees the samples alone; None if there is none.
+
+    Contrastive learning passes all views of the samples side by side, others their patches or tokens. Where another
+    dimension counts the samples in all these layers, this one counts something else: time, in a sequence-first model.
+    """
+    if samples is None or samples < 2:
+        return None
+    layers = [c for c in calls if c.shape is not None and next(c.module.parameters(), None) is not None]
+    shapes = [c.shape for c in layers if c.shape is not None and has_dimension(c.shape, batch_dim)]
+    several = [shape for shape in shapes if shape[batch_dim] > samples and shape[batch_dim] % samples == 0]
+    if not several:
+        return None
+    found = Counter(shape[batch_dim] for shape in several)
+    rows = max(found, key=lambda size: (found[size], -size))
+    seen = [shape for shape in several if shape[batch_dim] == rows]
+    elsewhere = [{d for d, size in enumerate(shape) if size == samples} for shape in seen]
+    return None if set.intersection(*elsewhere) else rows
+
+
+def _is_output(graph: TappedGraph, i: int) -> bool:
+    """The node's output enters the loss, directly or through a view: no layer is between it and the loss."""
+    tapped = graph.tapped[i]
+    return any(out is tapped or out._base is tapped for out in graph.outputs)
+
+
+def _shape_notes(
+    calls: list[Call],
+    chosen: list[Call],
+    has_rows: Callable[[Call], bool],
+    rows: int | None,
+    batch_dim: int,
+) -> list[str]:
+    """Modules with parameters that were passed over because of their shape: maybe `batch_dim` is wrong."""
+    odd = [
+        call
+        for call in calls
+        if call.name
+        and call.shape is not None
+        and not has_rows(call)
+        and (rows in call.shape or any(call.module is other.module for other in chosen))
+        and next(call.module.parameters(), None) is not None
+    ]
+    if not odd:
+        return []
+    some = ", ".join(f"{call.name} {tuple(call.shape or ())}" for call in odd[:2])
+    return [
+        f"{len(odd)} modules do not have the batch's {rows} samples along batch_dim={batch_dim} and were left out "
+        f"({some}{', …' if len(odd) > 2 else ''}); pass another batch_dim, or nodes=[...]"
+    ]
+
+
+def _output_notes(operator: GraphOperator, output: str | None) -> list[str]:
+    """Is the Gauss-Newton part that of the whole loss?"""
+    advice = (
+        'pass output="name of the module that returns the predictions", '
+        'or output="" for the model itself, if its first tensor is all that the loss depends on'
+    )
+    if output is not None:
+        advice = "write the other terms with torch loss functions and leave output out"
+    if operator.unexplained == 1.0 and output is not None:
+        return [f"gn_gap is NaN: the loss does not depend on the output of {output!r}"]
+    if not operator.graph.outputs:
+        return [
+            "gn_gap is NaN: no torch loss function (F.cross_entropy, F.mse_loss, …) was seen between nodes and loss, "
+            f"so the output of the network is not known; {advice}"
+        ]
+    share = f"{100 * operator.unexplained:.2g} % of the gradient does not pass through the output"
+    where = f"{output!r}" if output is not None else f"the inputs of {', '.join(dict.fromkeys(operator.graph.losses))}"
+    if not operator.has_gauss_newton:
+        return [f"gn_gap is NaN: {share} ({where}): the loss has another term written by hand; {advice}"]
+    notes = []
+    if operator.unexplained > 1e-3:
+        notes.append(f"gn_gap is approximate: {share} ({where}); its curvature is counted as gap; {advice}")
+    if operator.graph.unlinked:
+        names = ", ".join(dict.fromkeys(operator.graph.unlinked))
+        notes.append(
+            f'gn_gap splits at the probabilities that enter {names}; for the logits pass output="their module"'
+        )
+    return notes
+
+
+def _graph_notes(operator: GraphOperator, samples: int | None, batch_dim: int, dtype: torch.dtype | None) -> list[str]:
+    graph, notes = operator.graph, []
+    labels = [node.label for node in graph.nodes]
+    for size in dict.fromkeys(tapped.shape[batch_dim] for tapped in graph.tapped):
+        if samples is not None and size != samples:
+            of = [label for label, tapped in zip(labels, graph.tapped) if tapped.shape[batch_dim] == size]
+            notes.append(
+                f"{', '.join(of)}: {size} entries along batch_dim={batch_dim}, where the batch has {samples} samples; "
+                f"a perturbation is shared by all {size}"
+            )
+    dead = [label for label, gradient in zip(labels, operator.gradients) if gradient is None]
+    if dead:
+        notes.append(f"the loss does not depend on the (first) tensor that {', '.join(dead)} returns")
+    wanted = dtype or torch.float32
+    low = [x for x, t in zip(labels, graph.tapped) if torch.finfo(t.dtype).eps > torch.finfo(wanted).eps]
+    if low:
+        notes.append(f"{', '.join(low)}: computed in less than {wanted} because the model casts its activations")
+    return notes

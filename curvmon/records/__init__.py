@@ -1,0 +1,20 @@
+"""The records that curvmon returns. Frozen: a result never changes after it was measured."""
+
+from curvmon.records.events import Alert, Level, Snapshot
+from curvmon.records.measurement import METRICS, REST, ExactMeasurement, Measurement, Metric, Pair
+from curvmon.records.spectrum import Density, GroupSpectrum, Spectrum
+
+__all__ = [
+    "METRICS",
+    "REST",
+    "Alert",
+    "Density",
+    "ExactMeasurement",
+    "GroupSpectrum",
+    "Level",
+    "Measurement",
+    "Metric",
+    "Pair",
+    "Snapshot",
+    "Spectrum",
+]

@@ -1,1 +1,0 @@
-"""What is kept of measurements over time; knows torch and torchmetrics, no Trainer."""

@@ -1,0 +1,208 @@
+"""Lean operations have the values and derivatives of torch's own, and step aside where they would not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvmon
+from curvmon.graph.efficient_operations import LeanOperations, is_ours
+from curvmon.operators.session import open_session
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "torch.tanh": torch.tanh,
+    "method": lambda x: x.sigmoid(),
+    "softplus": lambda x: F.softplus(x, 2.0, 15.0),
+    "elu": lambda x: F.elu(x, alpha=0.7),
+    "selu": F.selu,
+    "celu": F.celu,
+    "mish": F.mish,
+    "hardswish": F.hardswish,
+    "logsigmoid": F.logsigmoid,
+    "softsign": F.softsign,
+    "module": nn.SiLU(),
+}
+W = {n: torch.randn(6, 4, *[3] * n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2, 3)}
+GROUPED = torch.randn(6, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+BIAS = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+STATISTICS = torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) + 0.5
+CONVOLUTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "1d": (1, lambda x: F.conv1d(x, W[1], BIAS, 2, 1)),
+    "2d": (2, lambda x: F.conv2d(x, W[2], padding=(1, 2), stride=(2, 1), dilation=2)),
+    "3d": (3, lambda x: F.conv3d(x, W[3], BIAS, padding=1)),
+    "same": (2, lambda x: F.conv2d(x, W[2], padding="same", dilation=2)),
+    "valid": (2, lambda x: F.conv2d(x, W[2], padding="valid")),
+    "groups": (2, lambda x: F.conv2d(x, GROUPED, BIAS, groups=2)),
+    "transposed 1d": (1, lambda x: F.conv_transpose1d(x, W[1].transpose(0, 1), BIAS, stride=2, output_padding=1)),
+    "transposed 2d": (2, lambda x: F.conv_transpose2d(x, W[2].transpose(0, 1), None, 2, 1, 1, 1, 2)),
+    "keywords": (2, lambda x: F.conv2d(input=x, weight=W[2], padding=1)),
+    "numpy": (2, lambda x: F.conv2d(x, W[2], stride=np.int64(2), padding=(np.int64(1), 0))),
+    "batch norm": (2, lambda x: F.batch_norm(x, STATISTICS[0], STATISTICS[1], STATISTICS[0], STATISTICS[1])),
+    "batch norm by keywords": (2, lambda x: F.batch_norm(x, running_var=STATISTICS[1], running_mean=STATISTICS[0])),
+    "plain batch norm": (1, lambda x: F.batch_norm(x, STATISTICS[0], STATISTICS[1])),
+}
+
+
+def derivatives(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    """Value, g^T J, and the derivative of <g^T J, z> by x and by g, for fixed g and z."""
+    x = x.clone().requires_grad_()
+    y = function(x * 1.0)  # not a leaf, as behind a tap
+    g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    (first,) = torch.autograd.grad(y, x, g, create_graph=True)
+    z = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
+    second = torch.autograd.grad(first, [x, g], z, allow_unused=True, materialize_grads=True)
+    return y.detach(), first.detach(), *second
+
+
+def compare(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Equal with and without; returns whether anything was replaced."""
+    plain = derivatives(function, x)
+    replaced = []
+
+    def lean(x: Tensor) -> Tensor:
+        with LeanOperations():
+            y = function(x)
+        replaced.append(y.grad_fn is not None and (is_ours(y.grad_fn) or "Add" in y.grad_fn.name()))
+        return y
+
+    for one, other in zip(derivatives(lean, x), plain):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    return replaced[0]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str) -> None:
+    x = 2 * torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert compare(ACTIVATIONS[name], x)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_and_batch_norm(name: str) -> None:
+    dims, function = CONVOLUTIONS[name]
+    x = torch.randn(3, 4, *[8] * dims, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert compare(function, x)
+
+
+def test_what_is_not_elementwise_or_not_constant_is_left_to_torch() -> None:
+    x = torch.randn(3, 4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    even = W[2][:, :, :2, :2]
+    assert not compare(lambda x: F.conv2d(x, even, padding="same"), x)  # padded on one side only
+    assert not compare(lambda x: F.conv2d(x[0], W[2]), x)  # no batch
+    assert not compare(lambda x: F.batch_norm(x, None, None, training=True), x)
+    assert not compare(lambda x: F.silu(x.clone(), inplace=True), x)
+    assert not compare(lambda x: F.elu(x.clone(), 1.0, True), x)
+    trainable = W[2].clone().requires_grad_()
+    with LeanOperations():
+        y = F.conv2d(x.requires_grad_() * 1.0, trainable)
+    assert not is_ours(y.grad_fn)
+    assert torch.autograd.grad(y.sum(), trainable)[0].any()
+
+
+def test_batch_norm_in_mixed_precision_is_left_to_torch() -> None:
+    """Half-precision activations with statistics in single precision stay in half precision."""
+    x = torch.randn(3, 4, 5).bfloat16().requires_grad_()
+    with LeanOperations():
+        y = F.batch_norm(x * 1.0, STATISTICS[0].float(), STATISTICS[1].float())
+    assert y.dtype == torch.bfloat16
+
+
+class Smooth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.silu(self.second(torch.tanh(self.first(x)))))
+
+
+def gradient_penalty(model: Any, x: Tensor) -> Tensor:
+    """Differentiates by itself: H then has third derivatives of the activations in it."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return F.mse_loss(y, torch.zeros_like(y)) + slope.square().mean()
+
+
+def transformed(model: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: torch.tanh(row).square().sum())(model(x)).mean()
+
+
+def forward_mode(model: Any, x: Tensor) -> Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.square().mean()
+
+
+@pytest.mark.parametrize("loss", [gradient_penalty, transformed, forward_mode])
+def test_losses_that_differentiate_or_transform_by_themselves(loss: Callable[[Any, Tensor], Tensor]) -> None:
+    """Against torch's own Hessian of a network that is written out with explicit perturbations."""
+    torch.manual_seed(0)
+    model = Smooth().double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    found = curvmon.exact(model, x, loss=loss, nodes=["first", "second"])
+
+    def perturbed(e: Tensor) -> Tensor:
+        def forward(x: Tensor) -> Tensor:
+            h = torch.tanh(model.first(x) + e[:5])
+            return model.head(F.silu(model.second(h) + e[5:]))
+
+        return loss(forward, x)
+
+    truth = torch.autograd.functional.hessian(perturbed, torch.zeros(10, dtype=torch.float64))
+    blocks = torch.cat([torch.cat([found.blocks[v, w] for w in found.nodes], 1) for v in found.nodes])
+    torch.testing.assert_close(blocks, truth, rtol=1e-9, atol=1e-12)
+
+
+def test_a_product_computes_nothing_by_the_weights() -> None:
+    """Two convolutions a layer and product, W u and W^T g; torch's own double backward takes one by the weights too."""
+    counts = []
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.SiLU(), nn.Flatten(), nn.Linear(64, 2))
+    batch = torch.randn(2, 3, 8, 8), torch.randn(2, 2)
+    options: dict[str, Any] = {"nodes": ["0"], "output": None, "batch_dim": 0, "dtype": None}
+    for lean in (True, False):
+        with open_session(model, batch, loss=lambda m, b: F.mse_loss(m(b[0]), b[1]), lean=lean, **options) as session:
+            z = torch.randn(session.operator.templates[0].numel(), 1)
+            with Convolutions() as counter:
+                session.operator.remainders(0, z)
+            counts.append(counter.count)
+    assert counts == [2, 3]
+
+
+class Convolutions(torch.utils._python_dispatch.TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += "convolution" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_users_own_functions_are_still_told_apart() -> None:
+    """Lean operations are autograd functions, but no reason to suspect a second derivative."""
+    found = curvmon.measure(Smooth(), torch.randn(4, 3), loss=lambda m, x: m(x).square().mean(), output="")
+    assert not any("custom autograd" in note for note in found.notes)
+
+
+def test_a_model_that_registers_hooks_on_its_activations() -> None:
+    """They need a tensor that requires gradients, already in the pass that finds the layers."""
+
+    class Hooked(Smooth):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            h.register_hook(lambda gradient: None)
+            return self.head(F.silu(self.second(h)))
+
+    torch.manual_seed(0)
+    plain, hooked = Smooth(), Hooked()
+    hooked.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 3)
+    one, other = (curvmon.exact(m, x, loss=lambda m, x: m(x).square().mean(), output="") for m in (plain, hooked))
+    torch.testing.assert_close(one.resonance, other.resonance)

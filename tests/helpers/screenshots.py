@@ -1,0 +1,100 @@
+"""Takes the pictures of TensorBoard that README and docs show, in light and dark: `make screenshots`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from PIL import Image
+
+from tests.helpers.browser import Browser, tensorboard
+
+TAGS = "curvmon/loss|hessian/lambda_1$|resonance/mean_d1$|coupling/mean_d1$"
+# a jump that is smoothed away, or cut off as an outlier, looks like nothing
+ALL_POINTS = """tagged('{kind}').filter(box => box.textContent.includes('Ignore outliers'))
+    .forEach(box => (box.querySelector('input') ?? box).click())"""
+
+CLOSE = "tagged('button').find(button => button.textContent.includes('Settings')).click()"
+
+
+class Page(NamedTuple):
+    query: str
+    tab: str
+    ready: str
+    """is true when everything is there"""
+    act: tuple[str, ...]
+    """what is then clicked"""
+    height: int
+
+
+PAGES = {
+    "scalars": Page(
+        f"smoothing=0&tagFilter={quote(TAGS)}",
+        "#timeseries",
+        "text().split('Step Relative version_0').length > 4 && tagged('mat-checkbox').length > 3",
+        (ALL_POINTS.format(kind="mat-checkbox"), CLOSE),
+        1010,
+    ),
+    "custom": Page(
+        "",
+        "#custom_scalars&_smoothingWeight=0",
+        "text().includes('Matches (5)') && text().includes('Matches (4)')",
+        (ALL_POINTS.format(kind="paper-checkbox"),),
+        1090,
+    ),
+    "heatmaps": Page(
+        "",
+        "#images&tagFilter=heatmap",
+        "tagged('img').filter(image => image.naturalWidth > 300).length >= 4",
+        ("tagged('tf-image-loader').forEach(loader => { loader._stepIndex = STEP; })",),
+        1090,
+    ),
+    "alert": Page("", "#text", "text().includes('curvmon/alert')", (), 470),
+}  # fmt: skip
+
+
+def take(browser: Browser, address: str, page: Page, dark: bool, moment: int) -> Image.Image:
+    """`moment`: how many pictures there are before that of the alert."""
+    width = 1240
+    browser.call(
+        "Emulation.setDeviceMetricsOverride", width=width, height=page.height, deviceScaleFactor=1, mobile=False
+    )
+    browser.open(f"{address}?darkMode={json.dumps(dark)}&{page.query}{page.tab}")
+    browser.wait(page.ready, timeout=120)
+    for action in page.act:
+        browser.look(f"{action.replace('STEP', str(moment))} ?? true")
+    picture = b""
+    for _ in range(40):  # until nothing moves any more
+        browser.look("new Promise(done => setTimeout(done, 700))")
+        before, picture = picture, browser.screenshot()
+        if picture == before:
+            break
+    return Image.open(io.BytesIO(picture)).convert("RGB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pictures of TensorBoard with the logs of the demo")
+    parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="what `make demo` has written")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    options = parser.parse_args()
+    runs = sorted(options.demo.glob("csv/version_*"), key=lambda path: path.stat().st_mtime)
+    moment = sorted(path.name for path in (runs[-1] / "heatmap" / "resonance").iterdir()).index("step_00000311.png")
+    shutil.copy(options.demo / "demo.png", options.out / "demo.png")
+    with tensorboard(options.demo / "tensorboard") as address:
+        for dark in (False, True):
+            with Browser() as browser:  # a new one: it remembers settings
+                for name in PAGES:
+                    path = options.out / f"tensorboard_{name}{'_dark' if dark else ''}.png"
+                    picture = take(browser, address, PAGES[name], dark, moment)
+                    # 128 colours are enough for a page, and a third of the size
+                    picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+                    print(f"{path}  {path.stat().st_size / 1000:.0f} kB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

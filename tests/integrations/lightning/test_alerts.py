@@ -1,0 +1,235 @@
+"""Alerts in a Trainer: one for every event, at the right place, delivered everywhere, through checkpoints and ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
+
+from benchmarks.alert_runs import EVENTS
+from curvmon import Alert, AlertRules, CurvatureMonitor, InputError
+from curvmon.alerts.manager import Alarms
+from curvmon.reporting.figures import heatmap, spectrum_over_time
+from tests.helpers.disturbed_runs import fit
+from tests.helpers.logger_readers import TensorBoard, Wandb
+
+QUIET = 12
+"""epochs before the event"""
+AFTER = 3
+LOGGED = "batch norm statistics reset and frozen"
+"""the event whose run is logged everywhere"""
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CurvatureMonitor]:
+    folder = tmp_path_factory.mktemp("quiet")
+    monitor, trainer = fit(folder, QUIET)
+    trainer.save_checkpoint(folder / "quiet.ckpt")
+    return folder / "quiet.ckpt", monitor
+
+
+@pytest.fixture(scope="module")
+def struck(quiet: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CurvatureMonitor]:
+    """The monitor of the run that an event strikes after the quiet epochs; every run is made once."""
+    made: dict[str, CurvatureMonitor] = {}
+
+    def run(event: str) -> CurvatureMonitor:
+        if event not in made:
+            folder = tmp_path_factory.mktemp("struck")
+            made[event], _ = fit(folder, QUIET + AFTER, event, QUIET, checkpoint=quiet[0])
+        return made[event]
+
+    return run
+
+
+def test_a_quiet_run_raises_none(quiet: Any) -> None:
+    assert quiet[1].alerts == []
+    assert len(quiet[1].history) == QUIET + 1
+
+
+@pytest.mark.filterwarnings("ignore:curvmon. not measured")
+@pytest.mark.parametrize("event", EVENTS)
+def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, struck: Any, quiet: Any) -> None:
+    monitor = struck(event)
+    (alert,) = monitor.alerts
+    steps = [snapshot.step for snapshot in monitor.snapshots]
+    per_epoch = steps[2] - steps[1]
+    first = steps[QUIET] + per_epoch
+    assert alert.step == first
+    place = EVENTS[event].place
+    if event == "NaN in a weight":
+        assert alert.kind == "not_finite" and "parameter 'model." in alert.message
+    elif place is None:
+        assert alert.kind == "jump"
+    else:
+        nodes = list(quiet[1].history[0].nodes)
+        at = nodes.index(f"model.{place}")
+        across = {f"{nodes[i]}--{nodes[j]}" for i in range(at) for j in range(at, len(nodes))}
+        assert alert.where in across
+        assert f"model.{place}" in alert.message
+
+
+def test_a_learning_rate_is_named_as_the_cause(struck: Any) -> None:
+    (alert,) = struck("learning rate x 20").alerts
+    assert "learning rate x 20" in alert.message
+
+
+def test_what_the_network_no_longer_computes_is_named(struck: Any) -> None:
+    (cut,), (exchanged,) = (struck(event).alerts for event in ("skip connection cut", "activation exchanged"))
+    assert "operations of model.blocks.2: 1 Add less" in cut.message
+    assert "operations of model.blocks.1: 2 Relu less, 2 Tanh more" in exchanged.message
+
+
+def test_the_tensor_that_shrank_is_named(struck: Any) -> None:
+    (alert,) = struck("half of a layer's weights zeroed").alerts
+    assert "size of model.blocks.1.conv1.weight x 0." in alert.message
+
+
+@pytest.fixture(scope="module")
+def logged(quiet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One run with every way of delivery, stopped by its alert."""
+    folder = tmp_path_factory.mktemp("logged")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        for kind in ("CONFIG", "CACHE", "DATA", "ARTIFACT"):
+            patch.setenv(f"WANDB_{kind}_DIR", str(tmp_path_factory.mktemp(f"wandb_{kind.lower()}")))
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        logging.getLogger("curvmon").addHandler(handler)
+        tensorboard, wandb = TensorBoardLogger(folder / "tb"), WandbLogger(project="curvmon", save_dir=folder)
+        monitor, _ = fit(
+            folder,
+            QUIET + AFTER,
+            LOGGED,
+            QUIET,
+            checkpoint=quiet[0],
+            logger=[tensorboard, wandb],
+            on_alert="checkpoint",
+            heatmaps=True,
+        )
+        logging.getLogger("curvmon").removeHandler(handler)
+        wandb.experiment.finish()
+        import wandb as package
+
+        package.teardown()
+        return monitor, folder, TensorBoard(tensorboard.log_dir), Wandb(folder), records
+
+
+def test_tensorboard_has_the_text_and_the_count(logged: Any) -> None:
+    monitor, _, tensorboard, _, _ = logged
+    (alert,) = monitor.alerts
+    ((step, text),) = [(s, t) for s, t in tensorboard.texts("curvmon/alert") if "(info)" not in t]
+    assert step == alert.step and alert.message in text
+    counts = tensorboard.series("curvmon/alerts")
+    assert [count for _, count in counts] == [float(s >= alert.step) for s, _ in counts]
+
+
+def test_wandb_has_the_alert(logged: Any) -> None:
+    monitor, _, _, wandb, _ = logged
+    (alert,) = monitor.alerts
+    assert wandb.alerts == [("curvmon: jump", alert.message, "WARN")]
+
+
+def test_the_python_log_has_the_message(logged: Any) -> None:
+    monitor, _, _, _, records = logged
+    (alert,) = monitor.alerts
+    assert [r.getMessage() for r in records if r.levelno == logging.WARNING] == [alert.message]
+
+
+def test_a_resumed_run_neither_repeats_nor_loses_it(logged: Any, tmp_path: Path) -> None:
+    """From the checkpoint that `on_alert` wrote at the alert itself."""
+    monitor, folder, _, _, _ = logged
+    (alert,) = monitor.alerts
+    checkpoint = folder / f"curvmon-alert-step={alert.step}.ckpt"
+    torch.load(checkpoint, weights_only=True)["callbacks"]["CurvatureMonitor"]
+    resumed, _ = fit(tmp_path, QUIET + AFTER, checkpoint=checkpoint)
+    assert [a.to_dict() for a in resumed.alerts] == [alert.to_dict()]
+
+
+def test_pictures_mark_the_alert(logged: Any) -> None:
+    monitor = logged[0]
+    found = monitor.history[-1]
+    pair = f"{found.nodes[0]}--{found.nodes[1]}"
+    assert len(heatmap(found, "coupling", "", [pair]).axes[0].patches) == 2  # both halves of the matrix
+    assert not heatmap(found, "coupling").axes[0].patches
+    labels = [line.get_label() for line in spectrum_over_time(monitor.snapshots, "", [30]).axes[0].lines]
+    assert "alert" in labels
+
+
+def test_stop_ends_training_and_a_callable_is_called_once(quiet: Any, tmp_path: Path) -> None:
+    monitor, trainer = fit(tmp_path, QUIET + AFTER, LOGGED, QUIET, checkpoint=quiet[0], on_alert="stop")
+    assert len(monitor.alerts) == 1 and trainer.current_epoch < QUIET + AFTER
+    called: list[Alert] = []
+
+    def tell(alert: Alert) -> None:
+        called.append(alert)
+        raise RuntimeError("the pager is down")
+
+    with pytest.warns(UserWarning, match="on_alert raised RuntimeError: the pager is down"):
+        monitor, _ = fit(tmp_path, QUIET + AFTER, LOGGED, QUIET, checkpoint=quiet[0], on_alert=tell)
+    assert called == monitor.alerts
+
+
+def test_alerts_can_be_switched_off(quiet: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="not measured: .*the loss is nan"):
+        monitor, _ = fit(tmp_path, QUIET + 1, "NaN in a weight", QUIET, checkpoint=quiet[0], alerts=False)
+    assert monitor.alerts == []
+
+
+@pytest.mark.parametrize("settings", [{"alerts": "yes"}, {"on_alert": "sing"}, {"on_alert": 3}])
+def test_wrong_settings_are_told_at_once(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(settings))):
+        CurvatureMonitor(**settings)
+
+
+@pytest.mark.filterwarnings("ignore:curvmon. not measured")
+def test_rules_are_an_argument(quiet: Any, tmp_path: Path) -> None:
+    for rules, told in ((AlertRules(not_finite=False), 0), (AlertRules(changes=False), 1)):
+        monitor, _ = fit(tmp_path, QUIET + 1, "NaN in a weight", QUIET, checkpoint=quiet[0], alerts=rules)
+        assert len(monitor.alerts) == told
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"lasting": 3.0}, {"lasting": 0}, {"coupling_above": "1"}, {"saddle": True}, {"changes": 1}, {"sensitivity": 0}],
+)
+def test_wrong_rules_are_told_at_once(rules: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(rules))):
+        AlertRules(**rules)
+
+
+def test_alerts_that_fail_are_a_warning(quiet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(Alarms, "update", broken)
+    with pytest.warns(UserWarning, match="alerts failed at this measurement .RuntimeError: out of order"):
+        monitor, trainer = fit(tmp_path, QUIET + 1, checkpoint=quiet[0])
+    assert trainer.current_epoch == QUIET + 1 and len(monitor.history) == QUIET + 2
+
+
+def test_two_processes_give_one_alert(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    subprocess.run(
+        [sys.executable, "-m", "tests.helpers.alert_ddp_run", str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    assert [alert["kind"] for alert in ranks[0]["alerts"]] == ["jump"]
+    assert ranks[0]["alerts"] == ranks[1]["alerts"]
+    assert [ranks[0]["called"], ranks[1]["called"]] == [1, 0]
+    assert len(TensorBoard(tmp_path / "tb").texts("curvmon/alert")) == 1

@@ -1,0 +1,134 @@
+"""The demo as a newcomer runs it, and what its logs look like in TensorBoard, in a real browser."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.browser import Browser, chromium, tensorboard
+
+ROOT = Path(__file__).parents[2]
+SPIKE_STEP = 311
+"""the last one of the demo's epoch 12, the thirteenth of 24 steps each"""
+METRICS = ("resonance", "coupling", "stable_rank", "gn_gap")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Its folder, with what it printed in printed.txt. Run once, also where pytest-xdist divides the tests."""
+    own = tmp_path_factory.getbasetemp()
+    out = (own if worker_id == "master" else own.parent) / "demo"
+    out.mkdir(exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (out / "printed.txt").exists():
+            hidden = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SILENT")
+            environment = {name: value for name, value in os.environ.items() if name not in hidden}
+            environment |= {"OMP_NUM_THREADS": "1", "HOME": str(out)}  # no key in a .netrc either
+            command = [sys.executable, "-m", "examples.demo", "--out", str(out)]
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, timeout=600, text=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout
+            (out / "printed.txt").write_text(done.stdout)
+    return out
+
+
+def test_the_demo_tells_of_its_accident_and_of_nothing_else(demo: Path) -> None:
+    printed = (demo / "printed.txt").read_text()
+    lines = printed.splitlines()
+    assert printed.count("ALERT") == 1
+    place = next(i for i, line in enumerate(lines) if "ALERT" in line)
+    assert lines[place].startswith(f"ALERT at step {SPIKE_STEP}: ")
+    assert lines[place - 1].startswith("   12 ") and lines[place - 1].endswith("<- learning rate x 100")
+    assert "1 alert. Where to look:" in lines
+    assert len(lines) < 45 and max(map(len, lines)) < 200 and "warning" not in printed.lower()  # none but its own words
+
+
+def measured(demo: Path) -> list[dict[str, str]]:
+    (table,) = demo.glob("csv/*/metrics.csv")
+    with table.open() as file:
+        return [row for row in csv.DictReader(file) if row["hessian/lambda_1"]]
+
+
+def test_the_demo_writes_logs_and_pictures(demo: Path) -> None:
+    rows = measured(demo)
+    assert len(rows) == 17
+    assert [row["curvmon/alerts"] for row in rows] == ["0.0"] * 13 + ["1.0"] * 4
+    for metric in METRICS:
+        assert len(list(demo.glob(f"csv/*/heatmap/{metric}/*.png"))) == 17
+    assert (demo / "demo.png").stat().st_size > 20_000
+    if (demo / "wandb").exists():
+        assert len(list(demo.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    for word in ("demo.png", "heatmap", "metrics.csv", "tensorboard --logdir"):
+        assert word in (demo / "printed.txt").read_text()
+
+
+# ---- in a browser ----
+
+
+@pytest.fixture(scope="module")
+def page(demo: Path) -> Iterator[tuple[Browser, str]]:
+    if chromium() is None:
+        pytest.skip("no Chromium (apt-get install chromium): the dashboards are not looked at")
+    with tensorboard(demo / "tensorboard") as address, Browser() as browser:
+        yield browser, address
+
+
+def shows(page: tuple[Browser, str], tab: str, *expected: str) -> Browser:
+    browser, address = page
+    browser.open(f"{address}{tab}")
+    for words in expected:
+        browser.wait(f"text().includes({words!r})", timeout=60)
+    return browser
+
+
+def test_scalars(page: tuple[Browser, str], demo: Path) -> None:
+    shows(page, "#scalars&tagFilter=hessian", "hessian/lambda_1", "hessian/lambda_min", "hessian/stability_ratio")
+    shows(page, "#scalars&tagFilter=resonance.*stem", "resonance/model.stem--model.layer3")
+    # lines are drawn on a canvas, but this tab has the last value in words
+    last = float(measured(demo)[-1]["coupling/mean_d1"])
+    shows(page, "?tagFilter=coupling%2Fmean_d1%24#timeseries", "coupling", f"{last:.4g}")
+
+
+def test_custom_layout(page: tuple[Browser, str]) -> None:
+    browser = shows(
+        page, "#custom_scalars", "curvature between layers", "resonance by distance", "GN-Gap by distance",
+        "spectrum of the Hessian", "top eigenvalues", "alerts so far",
+    )  # fmt: skip
+    browser.wait("text().includes('Matches (4)') && text().includes('Matches (5)')", timeout=60)
+
+
+def test_heatmaps(page: tuple[Browser, str]) -> None:
+    browser = shows(page, "#images", *(f"heatmap/{metric}" for metric in METRICS))
+    browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5", timeout=60)
+    widths = browser.look("tagged('img').map(image => image.naturalWidth)")
+    assert max(widths) <= 700  # wider ones are shrunk until their text cannot be read
+
+
+def test_alert_text(page: tuple[Browser, str], demo: Path) -> None:
+    words = (demo / "printed.txt").read_text().split("ALERT")[1].split(": ", 1)[1].split()[:6]
+    shows(page, "#text", "curvmon/alert", f"step {SPIKE_STEP}", " ".join(words))
+
+
+def test_dark_mode(page: tuple[Browser, str]) -> None:
+    browser = shows(page, "?darkMode=true#images", "heatmap/coupling")
+    browser.wait("document.body.classList.contains('dark-mode')", timeout=60)
+    browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5", timeout=60)
+    # read back from the page: an opaque white corner, whatever is behind the picture
+    corner = """(() => {
+        const canvas = document.createElement('canvas'), image = tagged('img')[0];
+        canvas.width = image.naturalWidth; canvas.height = image.naturalHeight;
+        const context = canvas.getContext('2d');
+        context.drawImage(image, 0, 0);
+        return [...context.getImageData(0, 0, 1, 1).data];
+    })()"""
+    assert browser.look(corner) == [255, 255, 255, 255]

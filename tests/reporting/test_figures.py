@@ -1,0 +1,426 @@
+"""Facts about the pictures: scales, names, error bars, colours, nothing cut off; and drawing leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise, permutations
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from curvmon.records import METRICS, Measurement, Metric, Snapshot, Spectrum
+from curvmon.reporting import figures
+from curvmon.reporting.canvas import brief, pixels, plain, short_names
+
+LONG = [f"model.encoder.layers.{i}.self_attn.out_proj" for i in range(6)]
+ALIKE = [f"transformer_block_number_{i}_attention_output" for i in range(6)]
+OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
+GREY, DARKEST, BRIGHTEST = (217, 217, 217), (68, 1, 84), (253, 231, 36)
+
+
+def made(n: int, names: list[str] | None = None, **matrices: Tensor) -> Measurement:
+    """Falls off with distance, spans some decades; `matrices` replace a metric."""
+    generator = torch.Generator().manual_seed(n)
+    distance = (torch.arange(n).unsqueeze(1) - torch.arange(n)).abs().double()
+    noise = 0.2 * torch.randn(n, n, generator=generator, dtype=torch.float64)
+    noise = noise + noise.T
+    own = torch.logspace(-2, 0.5, n, dtype=torch.float64)
+    resonance = (own.unsqueeze(1) * own).sqrt() * (noise - 0.35 * distance).exp()
+    found = {
+        "resonance": resonance,
+        "coupling": resonance / (resonance.diagonal().unsqueeze(1) * resonance.diagonal()).sqrt(),
+        "stable_rank": 3 + noise,
+        "gn_gap": 0.1 * (4 * noise).exp(),
+        **matrices,
+    }
+    return Measurement(
+        nodes=tuple(names or [f"layer{i + 1}" for i in range(n)]),
+        **found,
+        stderr={metric: 0.07 * found[metric] for metric in METRICS},
+        spectral_norm=resonance,
+        gn_norm=resonance,
+        loss=1.0,
+        hvps=1,
+        seconds=0.1,
+    )
+
+
+def seen(steps: int, rise: float = 1.0, count: int = 5, ratio: float = 0.5, ggn: float = 0.9) -> list[Snapshot]:
+    """λ_1 = 5, then `rise` times that of the moment before."""
+    found = []
+    for i in range(steps):
+        values = 5 * rise**i / torch.arange(1, count + 1, dtype=torch.float64)
+        spectrum = Spectrum(
+            eigenvalues=values,
+            smallest=-0.4,
+            residuals=torch.zeros(count),
+            converged=torch.ones(count, dtype=torch.bool),
+            smallest_converged=True,
+            eigenvectors=torch.zeros(3, 0),
+            ggn_eigenvalue=ggn * values[0].item(),
+            ggn_error=0.1,
+            trace=10.0,
+            trace_stderr=0.1,
+            density=None,
+            stability_limit=math.nan,
+            stability_ratio=ratio,
+            parameters=("weight",),
+            loss=1.0,
+            hvps=1,
+            seconds=0.1,
+        )
+        found.append(Snapshot(step=100 * i, epoch=i, spectrum=spectrum))
+    return found
+
+
+def drawn(figure: Any) -> np.ndarray:
+    with plain():
+        return pixels(figure).numpy()
+
+
+# ---- heatmaps ----
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_scale_of_the_colours(metric: Metric) -> None:
+    found = made(6)
+    (image,) = figures.heatmap(found, metric).axes[0].images
+    matrix = getattr(found, metric)
+    assert np.array_equal(image.get_array(), matrix.numpy())
+    if metric in ("resonance", "gn_gap"):
+        assert type(image.norm).__name__ == "LogNorm"
+        assert (image.norm.vmin, image.norm.vmax) == (matrix.min().item(), matrix.max().item())
+    else:
+        assert type(image.norm).__name__ == "Normalize"
+        low, high = (0.0, max(1.0, matrix.max().item())) if metric == "coupling" else (1.0, matrix.max().item())
+        assert (image.norm.vmin, image.norm.vmax) == (low, high)
+    assert image.get_cmap().name == "viridis"
+
+
+def test_names_of_the_nodes_are_on_the_axes() -> None:
+    names = ["stem", "layer1", "layer2.conv"]
+    axes = figures.heatmap(made(3, names), "resonance").axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == names
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    assert axes.get_ylim() == (2.5, -0.5)  # the first on top
+
+
+def test_what_all_names_share_is_told_once() -> None:
+    figure = figures.heatmap(made(6, LONG), "resonance")
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list("012345")
+    assert "model.encoder.layers.*.self_attn.out_proj" in [text.get_text() for text in figure.texts]
+
+
+def test_cells_have_their_numbers_where_there_is_room() -> None:
+    found = made(3)
+    texts = {tuple(t.get_position()): t.get_text() for t in figures.heatmap(found, "resonance").axes[0].texts}
+    assert texts == {(j, i): brief(found.resonance[i, j].item()) for i in range(3) for j in range(3)}
+    assert len(figures.heatmap(made(24), "resonance").axes[0].texts) == 0
+
+
+def test_colours_of_cells_without_a_finite_number() -> None:
+    gap = made(4).gn_gap.clone()
+    gap[0, 1], gap[1, 0], gap[2, 2], gap[3, 3] = math.nan, math.nan, 0.0, math.inf
+    figure = figures.heatmap(made(4, gn_gap=gap), "gn_gap")
+    image, axes = drawn(figure), figure.axes[0]
+
+    def colour(row: int, column: int) -> tuple[int, ...]:
+        x, y = axes.transData.transform((column + 0.35, row + 0.35))  # beside the number
+        return tuple(image[image.shape[0] - int(y), int(x)].tolist())
+
+    assert colour(0, 1) == colour(1, 0) == GREY
+    assert colour(2, 2) == DARKEST
+    assert colour(3, 3) == BRIGHTEST
+    texts = {tuple(t.get_position()): (t.get_text(), t.get_color()) for t in axes.texts}
+    assert texts[1, 0] == ("–", "black")
+    assert texts[2, 2] == ("0", "white")
+    assert texts[3, 3] == ("∞", "black")
+
+
+def test_a_zero_has_a_colour_of_its_own() -> None:
+    gap = torch.tensor([[0.6, 0.0], [0.0, 0.9]], dtype=torch.float64)
+    (image,) = figures.heatmap(made(2, gn_gap=gap), "gn_gap").axes[0].images
+    assert image.norm.vmin <= 0.3 and image.norm.vmax == 0.9
+    zero, smallest = (image.cmap(image.norm(value)) for value in (image.get_array()[0, 1], 0.6))
+    assert zero == image.cmap(0.0)
+    assert sum(abs(a - b) for a, b in zip(zero, smallest)) > 0.3
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan], ids=["all zero", "all NaN"])
+def test_a_matrix_without_positive_numbers(value: float) -> None:
+    gap = torch.full((3, 3), value, dtype=torch.float64)
+    figure = figures.heatmap(made(3, gn_gap=gap), "gn_gap")
+    assert type(figure.axes[0].images[0].norm).__name__ == "Normalize"
+    assert {text.get_text() for text in figure.axes[0].texts} == {brief(value)}
+    drawn(figure)
+
+
+# ---- by distance ----
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_error_bars_are_the_standard_errors_and_the_line_is_the_mean(place: int) -> None:
+    found, metric = made(5), METRICS[place]
+    axis = figures.by_distance(found).axes[place]
+    assert axis.get_title() == figures.TITLES[metric]
+    (bars,) = axis.containers
+    points, _, (sticks,) = bars.lines
+    rows, columns = torch.triu_indices(5, 5)
+    values, errors = getattr(found, metric)[rows, columns], found.stderr[metric][rows, columns]
+    assert np.array_equal(points.get_xdata(), (columns - rows).numpy())
+    assert np.array_equal(points.get_ydata(), values.numpy())
+    for segment, value, error in zip(sticks.get_segments(), values.tolist(), errors.tolist()):
+        assert segment[:, 1] == pytest.approx([value - error, value + error], rel=1e-12)
+    (mean,) = (line for line in axis.lines if line.get_label() == "mean")
+    assert np.array_equal(mean.get_ydata(), found.by_distance(metric).numpy())
+    assert axis.get_yscale() == ("log" if metric in ("resonance", "gn_gap") else "linear")
+
+
+def test_undefined_entries_are_left_out_and_told() -> None:
+    nothing = torch.full((3, 3), math.nan, dtype=torch.float64)
+    resonance = made(3).resonance.clone()
+    resonance[0, 2] = resonance[2, 0] = math.nan
+    axes = figures.by_distance(made(3, gn_gap=nothing, resonance=resonance)).axes
+    assert [text.get_text() for text in axes[3].texts] == ["not defined"]
+    assert len(axes[0].containers[0].lines[0].get_xdata()) == 5 and not axes[0].texts
+
+
+def test_a_gap_of_zero_is_shown() -> None:
+    axis = figures.by_distance(made(3, gn_gap=torch.zeros(3, 3, dtype=torch.float64))).axes[3]
+    low, high = axis.get_ylim()
+    assert axis.get_yscale() == "linear" and low < 0 < high
+    assert axis.containers[0].lines[0].get_ydata().tolist() == [0.0] * 6
+
+
+def test_zeros_on_a_logarithmic_scale_are_triangles_at_its_edge() -> None:
+    gap = made(4).gn_gap.clone()
+    gap[3], gap[:, 3] = 0.0, 0.0
+    figure = figures.by_distance(made(4, gn_gap=gap))
+    axis = figure.axes[3]
+    (triangles,) = (line for line in axis.lines if line.get_marker() == "v")
+    assert sorted(triangles.get_xdata()) == [0, 1, 2, 3]
+    means = made(4, gn_gap=gap).by_distance("gn_gap")
+    low, high = axis.get_ylim()
+    assert means[3] == 0 and low < means[:3].min() and means[:3].max() < high  # the line stays in sight
+    assert "triangles" in figure.get_suptitle()
+    assert "triangles" not in figures.by_distance(made(4)).get_suptitle()
+
+
+def test_only_the_metrics_that_are_asked_for() -> None:
+    axes = figures.by_distance(made(3), metrics=["stable_rank", "resonance"]).axes
+    assert [axis.get_title() for axis in axes] == [figures.TITLES["stable_rank"], figures.TITLES["resonance"]]
+    colours = [next(line for line in axis.lines if line.get_label() == "mean").get_color() for axis in axes]
+    assert colours == [figures.PALETTE[2], figures.PALETTE[0]]  # a metric keeps its colour
+
+
+# ---- spectrum ----
+
+
+def lines_of(figure: Any) -> dict[str, list[float]]:
+    return {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
+
+
+def test_lines_of_the_spectrum() -> None:
+    snapshots = seen(4, rise=1.2)
+    figure = figures.spectrum_over_time(snapshots)
+    top = [s.spectrum.sharpness for s in snapshots if s.spectrum is not None]
+    lines = lines_of(figure)
+    assert lines["λ₁"] == top
+    assert lines["λ₂ … λ₅"] == pytest.approx([value / 2 for value in top])
+    assert lines["Gauss–Newton λ₁"] == pytest.approx([0.9 * value for value in top])
+    assert lines["stability limit"] == pytest.approx([2 * value for value in top])
+    assert lines["smallest"] == [-0.4] * 4
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == [
+        "λ₁", "λ₂ … λ₅", "Gauss–Newton λ₁", "stability limit", "smallest",
+    ]  # fmt: skip
+    assert len(figure.axes[0].lines) == 8
+    assert all(list(line.get_xdata()) == [0, 100, 200, 300] for line in figure.axes[0].lines)
+
+
+def test_what_is_not_known_has_no_line() -> None:
+    lines = lines_of(figures.spectrum_over_time(seen(3, count=1, ratio=math.nan, ggn=math.nan)))
+    assert set(lines) == {"λ₁", "smallest"}
+    assert "λ₂" in lines_of(figures.spectrum_over_time(seen(3, count=2)))
+
+
+@pytest.mark.parametrize(
+    ("rise", "ratio", "scale"),
+    [(1.1, 0.5, "linear"), (1.1, 0.01, "symlog"), (3.0, 0.5, "symlog"), (0.3, 0.5, "symlog")],
+)
+def test_scale_of_the_spectrum(rise: float, ratio: float, scale: str) -> None:
+    """Logarithmic only where a line would be flat otherwise."""
+    assert figures.spectrum_over_time(seen(6, rise=rise, ratio=ratio)).axes[0].get_yscale() == scale
+
+
+@pytest.mark.parametrize("rise", [1.1, 3.0])
+def test_lines_of_the_spectrum_keep_off_the_frame_and_from_the_colour_of_alerts(rise: float) -> None:
+    figure = figures.spectrum_over_time(seen(6, rise=rise), alerts=[300])
+    drawn(figure)
+    axis = figure.axes[0]
+    (alert,) = (line for line in axis.lines if line.get_label() == "alert")
+    others = [line for line in axis.lines if line is not alert]
+    assert alert.get_color() not in {line.get_color() for line in others}
+    ends = max(max(line.get_ydata()) for line in others), min(min(line.get_ydata()) for line in others)
+    top, bottom = ((axis.transData - axis.transAxes).transform((0, end))[1] for end in ends)
+    assert 0.02 < bottom < top < 0.98
+
+
+def test_snapshots_without_a_spectrum_and_with_fewer_eigenvalues() -> None:
+    snapshots = [*seen(2, count=2), Snapshot(step=150, epoch=1), *seen(1, count=5)]
+    figure = figures.spectrum_over_time(snapshots)
+    fourth = [line for line in figure.axes[0].lines if str(line.get_label()).startswith("_")][-1]
+    assert [math.isnan(value) for value in fourth.get_ydata()] == [True, True, False]
+    drawn(figure)
+
+
+# ---- all of them ----
+
+
+def everything() -> dict[str, Callable[[], Any]]:
+    holes = made(6).resonance.clone()
+    holes[0, 3] = holes[3, 0] = holes[2, 2] = math.nan
+    zero = torch.zeros(8, 8, dtype=torch.float64)
+    measured = {
+        "one node": made(1),
+        "three": made(3),
+        "six with holes": made(6, resonance=holes),
+        "six long": made(6, LONG),
+        "six alike": made(6, ALIKE),
+        "eight without gap": made(8, gn_gap=zero),
+        "twenty-four": made(24),
+        "wide range": made(8, resonance=made(8).resonance ** 9),
+    }
+    spectra = {(n, rise): seen(n, rise) for n in (1, 2, 40, 200) for rise in (1.0, 1.3)}
+    return {
+        **{
+            f"{name}, {metric}": partial(figures.heatmap, m, metric)
+            for metric in METRICS
+            for name, m in measured.items()
+        },
+        **{f"{name}, by distance": partial(figures.by_distance, m, "step 12") for name, m in measured.items()},
+        **{f"spectrum {key}": partial(figures.spectrum_over_time, snapshots) for key, snapshots in spectra.items()},
+    }
+
+
+@pytest.mark.parametrize("name", everything())
+def test_nothing_is_cut_off_or_printed_over_something_else(name: str) -> None:
+    with plain():
+        figure = everything()[name]()
+        figure.canvas.draw()
+    renderer, bounds = figure.canvas.get_renderer(), figure.bbox
+    inside: list[Any] = [*figure.texts, *(axis.get_legend() for axis in figure.axes if axis.get_legend())]
+    for axis in figure.axes:
+        inside += [axis.title, axis.xaxis.label, axis.yaxis.label]
+        slanted = any(label.get_rotation() for label in axis.get_xticklabels())
+        for direction, ticks in (("x", axis.xaxis), ("y", axis.yaxis)):
+            shown = _shown(axis, ticks, direction)
+            inside += shown
+            spans = sorted(tuple(getattr(label.get_window_extent(renderer), f"interval{direction}")) for label in shown)
+            if not (slanted and direction == "x"):
+                assert all(a[1] < b[0] for a, b in pairwise(spans)), (direction, spans)
+    for item in inside:
+        if not hasattr(item, "get_text") or item.get_text():
+            box = item.get_window_extent(renderer)
+            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= bounds.x1 and box.y1 <= bounds.y1, item
+    for a, b in permutations(figure.axes, 2):  # with all its labels, no panel lies over another
+        assert not a.get_tightbbox(renderer).overlaps(b.bbox)
+
+
+def _shown(axis: Any, ticks: Any, direction: str) -> list[Any]:
+    """Labels of the ticks within the limits; matplotlib keeps some outside."""
+    low, high = sorted(axis.get_xlim() if direction == "x" else axis.get_ylim())
+    pairs = zip(ticks.get_majorticklocs(), ticks.get_majorticklabels())
+    return [label for place, label in pairs if low <= place <= high and label.get_text()]
+
+
+def test_pixels() -> None:
+    figure = figures.heatmap(made(3), "coupling")
+    image = pixels(figure)
+    width, height = figure.canvas.get_width_height()
+    assert image.shape == (height, width, 3) and image.dtype == torch.uint8
+    assert tuple(image[0, 0].tolist()) == (255, 255, 255)
+
+
+def test_pictures_stay_small() -> None:
+    """A logger keeps every one of them."""
+    assert max(drawn(figures.heatmap(made(n), "resonance")).shape[0] for n in (1, 8, 24)) < 900
+
+
+def test_colours_can_be_told_apart() -> None:
+    assert set(figures.PALETTE) <= OKABE_ITO and len(set(figures.PALETTE)) == len(figures.PALETTE)
+
+
+def test_a_users_style_changes_nothing_and_stays() -> None:
+    def pictures() -> list[np.ndarray]:
+        with plain():
+            return [pixels(figures.heatmap(made(3), "resonance")).numpy(), pixels(figures.by_distance(made(3))).numpy()]
+
+    before = pictures()
+    with matplotlib.rc_context({"text.usetex": True, "text.color": "white", "font.size": 30, "axes.grid": True}):
+        inside = pictures()
+        assert matplotlib.rcParams["text.usetex"] and matplotlib.rcParams["font.size"] == 30
+    assert all(np.array_equal(a, b) for a, b in zip(before, inside))
+
+
+def test_figures_do_not_accumulate() -> None:
+    figure = figures.by_distance(made(3))
+    drawn(figure)
+    gone = weakref.ref(figure)
+    del figure
+    gc.collect()
+    assert gone() is None
+
+
+def test_pyplot_is_not_imported_and_nothing_warns() -> None:
+    code = (
+        "import sys\n"
+        "from tests.reporting.test_figures import drawn, everything\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "print(len([drawn(draw()) for draw in list(everything().values())[::5]]), 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(len(list(everything())[::5])), "False"]
+
+
+# ---- names and numbers ----
+
+
+@pytest.mark.parametrize(
+    ("names", "short", "shared"),
+    [
+        (["stem", "layer1"], ["stem", "layer1"], ""),
+        (["model.0", "model.2"], ["0", "2"], "model.*"),
+        (["a.x", "a.x.y"], ["x", "x.y"], "a.*"),
+        (["a.0.mlp", "b.1.mlp"], ["a.0", "b.1"], "*.mlp"),
+        (["model.encoder"], ["model.encoder"], ""),
+        (LONG, list("012345"), "model.encoder.layers.*.self_attn.out_proj"),
+    ],
+)
+def test_short_names(names: list[str], short: list[str], shared: str) -> None:
+    assert short_names(names) == (short, shared)
+
+
+def test_names_that_are_cut_stay_different() -> None:
+    short, _ = short_names(ALIKE)
+    assert len(set(short)) == 6
+    assert all("…" in name and len(name) < len(ALIKE[0]) for name in short)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.824, "0.82"), (13.2, "13"), (99.7, "100"), (417.0, "417"), (0.00413, "4.1e-3"), (1000.0, "1e3"), (999.7, "1e3"),
+     (-0.4, "-0.4"), (0.0, "0"), (math.nan, "–"), (math.inf, "∞"), (-math.inf, "-∞")],
+)  # fmt: skip
+def test_brief(value: float, text: str) -> None:
+    assert brief(value) == text

@@ -1,0 +1,87 @@
+"""The records that users hold in their hands."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import pickle
+
+import pytest
+import torch
+
+import curvmon
+from curvmon.records import METRICS
+from curvmon.records.formatting import with_error
+
+
+@pytest.fixture
+def measurement() -> curvmon.Measurement:
+    values = torch.tensor([[4.0, 1.0, math.nan], [1.0, 2.0, 0.5], [math.nan, 0.5, 3.0]], dtype=torch.float64)
+    return curvmon.Measurement(
+        nodes=("stem", "body", "head"),
+        resonance=values,
+        coupling=values / 4,
+        stable_rank=values + 1,
+        gn_gap=values * 1e-7,
+        stderr={metric: values / 100 for metric in METRICS},
+        spectral_norm=values,
+        gn_norm=values,
+        loss=0.25,
+        hvps=12,
+        seconds=0.5,
+        notes=("stem--head: zero",),
+    )
+
+
+def test_by_distance_is_the_mean_over_defined_pairs(measurement: curvmon.Measurement) -> None:
+    means = measurement.by_distance("resonance")
+    assert means[0] == 3 and means[1] == 0.75 and math.isnan(means[2])
+    with pytest.raises(ValueError, match="no metric 'sharpness'; the metrics are resonance"):
+        measurement.by_distance("sharpness")  # type: ignore[arg-type]
+
+
+def test_to_dict_is_plain(measurement: curvmon.Measurement) -> None:
+    restored = json.loads(json.dumps(measurement.to_dict()))
+    assert restored["nodes"] == ["stem", "body", "head"]
+    assert restored["resonance"][0][1] == 1.0 and restored["stderr"]["coupling"][1][1] == 0.02
+    assert restored["hvps"] == 12 and restored["notes"] == ["stem--head: zero"]
+
+
+def test_the_table_names_pairs_values_errors_and_notes(measurement: curvmon.Measurement) -> None:
+    lines = str(measurement).splitlines()
+    assert lines[0] == "Measurement: 3 nodes, loss 0.25, 12 products, 0.5 s"
+    assert lines[1].split() == ["row", "col", *METRICS]
+    assert "4.00 ±0.04" in lines[3] and lines[3].startswith("stem")
+    assert len([line for line in lines if "±" in line]) == 5
+    assert lines[-1] == "note: stem--head: zero"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (0.03125, 0.0004, "0.0312 ±0.0004"),
+        (12345.6, 71.0, "12346 ±70"),
+        (3.2e-8, 1e-9, "3.2e-08 ±1e-09"),
+        (1.0, 0.0, "1.0000"),
+        (0.0, 0.0, "0"),
+        (math.nan, math.nan, "nan"),
+        (math.inf, math.nan, "inf"),
+        (0.5, 3.0, "0.5 ±3"),
+    ],
+)
+def test_cells(value: float, error: float, text: str) -> None:
+    assert with_error(value, error) == text
+
+
+def test_records_are_frozen_and_travel(measurement: curvmon.Measurement) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        measurement.hvps = 3  # type: ignore[misc]
+    for twin in (copy.deepcopy(measurement), pickle.loads(pickle.dumps(measurement))):
+        assert str(twin) == str(measurement)
+
+
+def test_pairs_have_an_orientation() -> None:
+    pair = curvmon.Pair("a", "b")
+    assert pair.T == ("b", "a") and pair == pair.T.T and str(pair) == "a--b"
