@@ -1,4 +1,8 @@
-"""Writes docs/api.md from the docstrings of the public names: `make docs`. A test checks that it is current."""
+"""Writes what the docs say of the code: `make docs`. A test checks that all of it is current.
+
+docs/api.md from the docstrings of the public names; the table of modules in docs/architecture.md from the first line
+of each docstring.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from curvmon.metrics.mean_curvature import MeanCurvature
 from curvmon.reporting.wandb_workspace import wandb_workspace
 
 PAGE = Path(__file__).with_name("api.md")
+MAP = Path(__file__).with_name("architecture.md")
+PACKAGE = Path(curvmon.__file__).parent
 SECTIONS: dict[str, list[str]] = {
     "Functions": ["measure", "exact", "spectrum", "stability_limit"],
     "The monitor": ["CurvatureMonitor", "AlertRules", "ChangeDetector", "Sensitivity"],
@@ -43,6 +49,19 @@ FURTHER = {
     "curvmon.metrics.mean_curvature.MeanCurvature": MeanCurvature,
     "curvmon.reporting.wandb_workspace": wandb_workspace,
 }
+ORDER = [
+    "records",
+    "isolation",
+    "graph",
+    "operators",
+    "pairs",
+    "spectrum",
+    "metrics",
+    "alerts",
+    "monitor",
+    "reporting",
+    "integrations",
+]
 _HOOK = re.compile(r"(on_|setup|state_dict|load_state_dict|state_key)")
 
 
@@ -60,6 +79,41 @@ def page() -> str:
     parts.append("## Elsewhere\n")
     parts += [_entry(item.__name__, item, origin=item.__module__) for item in FURTHER.values()]
     return "\n".join(parts)
+
+
+def architecture() -> str:
+    """The page with the table of modules between its markers renewed."""
+    return between("modules", _module_tables(), MAP.read_text())
+
+
+def between(marker: str, content: str, page: str) -> str:
+    """`page` with `content` between `<!-- marker -->` and `<!-- /marker -->`."""
+    start, end = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    before, _, rest = page.partition(start)
+    return f"{before}{start}\n{content}\n{end}{rest.partition(end)[2]}"
+
+
+def _module_tables() -> str:
+    """A row for every module, in the order in which packages may import each other."""
+    parts = []
+    for folder in ["", *ORDER]:
+        paths = (
+            sorted((PACKAGE / folder).glob("*.py"))
+            if folder != "integrations"
+            else sorted((PACKAGE / folder).rglob("*.py"))
+        )
+        rows = [(path.relative_to(PACKAGE).as_posix(), _first_line(path)) for path in paths]
+        title = f"{folder}/: {_first_line(PACKAGE / folder / '__init__.py')}" if folder else "curvmon/"
+        table = "\n".join(
+            f"| `{name}` | {text} |" for name, text in rows if text and (not folder or "__init__" not in name)
+        )
+        parts.append(f"### {title}\n\n| module | what it does |\n|---|---|\n{table}")
+    return "\n\n".join(parts)
+
+
+def _first_line(path: Path) -> str:
+    """Of a module's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].removesuffix(".").replace("|", "\\|")
 
 
 def _entry(name: str, item: Any, origin: str = "", made_by_user: bool = True) -> str:
@@ -102,12 +156,12 @@ def _text(item: Any) -> str:
     """A docstring in Markdown: examples become code blocks, arguments a list, names in them stay as they are."""
     found, code, section = [], False, ""
     for line in (inspect.getdoc(item) or "").splitlines():
-        if re.fullmatch(r"(Args|Example|Raises|Returns):", line):
+        if re.fullmatch(r"(Args|Attributes|Example|Raises|Returns):", line):
             code = _close(found, code)
             section = line
             found += ["", f"**{line.removesuffix(':')}**", ""]
-        elif section == "Args:" and line.strip():
-            argument = re.match(r"    (\w+): (.*)", line)
+        elif section in ("Args:", "Attributes:", "Raises:") and line.strip():
+            argument = re.match(r"    ([\w, ]+): (.*)", line)
             found.append(f"- `{argument[1]}`: {argument[2]}" if argument else f"  {line.strip()}")
         elif line.startswith("    "):
             if not code:
@@ -172,3 +226,4 @@ def _own(module: Any) -> list[tuple[str, Any]]:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    MAP.write_text(architecture())
