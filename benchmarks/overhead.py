@@ -93,7 +93,7 @@ def main() -> None:
     allowed = options.free + options.limit * (whole - measured)
     one = max(snapshot.seconds for snapshot in monitor.snapshots)
     print(f"{machine()}\n")
-    print("| run | measuring | allowed | share of training beyond the free seconds | measurements | left out |")
+    print("| run | measuring | allowed | share of training beyond the free seconds | measurements | skipped |")
     print("|---|---|---|---|---|---|")
     share = (measured - options.free) / (whole - measured)
     print(

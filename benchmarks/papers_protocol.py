@@ -2,7 +2,7 @@
 
 For every pair: R from 30 Rademacher probes; the spectral norm from 20 power iterations on H^T H; the gap from 30 more
 probes, each with a product with H and one with GN. In its favour, graphs are built once and kept for all products (the
-papers' code builds them anew for each), and only what a pair needs is differentiated.
+papers' code builds them again for each), and only what a pair needs is differentiated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many Hessian-vector products the top eigenvalues and the trace take, beside PyHessian, eigsh and power iteration.
+"""HVPs for the top eigenvalues and the trace, compared with PyHessian, eigsh and power iteration.
 
     make bench-spectrum                                          installs the other packages, about an hour
     python -m benchmarks.spectra --data cifar10_subset.npz       real images (x_train, y_train, x_test, y_test)
@@ -61,7 +61,7 @@ def loosest(method: Callable[[Setting, int, int, float], Answer], setting: Setti
             medians = ", ".join(f"{statistics.median(column):g}" for column in columns if any(column))
             return f"{each} ({tol:g}) | {medians} | {100 * worst:.2g} %"
         if math.isinf(worst):  # given up: a stricter tolerance takes longer still
-            return f"given up after {answers[-1].products} ({tol:g}) | | "
+            return f"stopped after {answers[-1].products} ({tol:g}) | | "
     found = ", ".join(f"{value:.3g}" for value in answers[-1].values)
     return f"never ({answers[-1].products} at {tol:g}: {found}) | | {100 * worst:.2g} %"
 
@@ -79,9 +79,10 @@ def eigenvalues(setting: Setting) -> Iterator[str]:
     values = ", ".join(f"{value:.4g}" for value in true)
     yield ""
     yield (
-        "Products of the search from each start at the loosest tolerance that serves, and their median; after it, with "
-        "what the start takes besides, and with the trace. Error: the largest of any eigenvalue and start, relative to "
-        f"itself. True eigenvalues {values}; eigsh at a tolerance of 1e-5 agrees to {disagreement:.0e} of the first."
+        "HVPs of the search from each of four starting vectors, at the loosest tolerance that reaches one percent, and "
+        "their median; then the medians with the cost of the starting vector, and with the trace. Error: the largest "
+        "relative error of any eigenvalue from any starting vector. "
+        f"True eigenvalues {values}; eigsh at a tolerance of 1e-5 agrees to {disagreement:.0e} of the first."
     )
 
 
@@ -113,7 +114,7 @@ def trace(setting: Setting, repetitions: int = 12) -> Iterator[str]:
     yield from [
         f"### Trace, {setting.name} ({repetitions} repetitions)",
         "",
-        "| | products | mean | spread | standard error stated |",
+        "| | HVPs | mean | standard deviation | reported standard error |",
         "|---|---|---|---|---|",
         f"| curvmon, search for the eigenvalues included | {products} | {statistics.mean(ours):.5g} | {spread:.2g} | "
         f"{statistics.mean(s.trace_stderr for s in found):.2g} |",
@@ -123,15 +124,15 @@ def trace(setting: Setting, repetitions: int = 12) -> Iterator[str]:
         f"| Hutchinson | {parts[2]} | | {theirs / parts[2] ** 0.5:.2g} | |",
         f"| ratio | | | **{spread / theirs * parts[2] ** 0.5:.2g}** | |",
         "",
-        f"Counted for the trace alone: {parts[2]} products; its computing time (one thread, forward pass and "
-        f"derivation of graphs included) was that of {took / one:.1f}.",
+        f"The trace alone counts as {parts[2]} HVPs; its computing time (one thread, with the forward pass and the "
+        f"building of graphs) was that of {took / one:.1f}.",
     ]
 
 
 def report(data: Path | None, only: list[str], parts: list[str]) -> Iterator[str]:
     """The tables line by line, as soon as they are known."""
     yield f"Measured on {machine()}, in one run of `python -m benchmarks.spectra`."
-    yield "What the columns mean, what was tried and what does not help: [what eigenvalues cost](spectrum-cost.md)."
+    yield "What the columns mean, what was tried and what does not help: [HVPs for eigenvalues](spectrum-cost.md)."
     yield ""
     resnets = trained_resnets(data, "warm" in parts) if "resnet" in only else []
     decoders = trained_decoders() if "decoder" in only else []
@@ -145,8 +146,8 @@ def report(data: Path | None, only: list[str], parts: list[str]) -> Iterator[str
     for setting in resnets[:1] if "best" in parts else ():
         few = {k: best_combination(setting, k, products) for k, products in ((1, 3), (5, 10))}
         yield (
-            f"{setting.name}, an epoch later, from the best combination of old eigenvectors and gradient that was "
-            f"found: 3 products leave a residual of {few[1]:.2g} for the first eigenvalue, 10 leave {few[5]:.2g} for "
+            f"{setting.name}, an epoch later, from the best combination of old eigenvectors and gradient among those "
+            f"tried: 3 HVPs leave a residual of {few[1]:.2g} for the first eigenvalue, 10 leave {few[5]:.2g} for "
             "the worst of five."
         )
         yield ""
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--only", default="resnet,decoder")
     parser.add_argument("--parts", default="eigenvalues,warm,best,trace")
     arguments = parser.parse_args()
-    lines = ["# Products for the top eigenvalues, counted", ""]
+    lines = ["# Hessian-vector products for the top eigenvalues", ""]
     for line in report(arguments.data, arguments.only.split(","), arguments.parts.split(",")):
         print(line, flush=True)
         lines.append(line)

@@ -1,4 +1,4 @@
-"""What a measurement costs, in forward+backward passes of the same batch, beside the papers' protocol.
+"""What a measurement costs, in forward+backward passes of the same batch, compared with the papers' protocol.
 
     make bench                                                    all of it, about half an hour on two cores
     python -m benchmarks.speed --only gelu,scaling                parts of it
@@ -92,13 +92,13 @@ def resnet_relu(data: Path | None) -> Lines:
     return [
         "### ResNet-18, ReLU (CIFAR stem, 32 images, 5 nodes, 15 pairs)",
         "",
-        "| | products | forward+backward passes |",
+        "| | HVPs | forward+backward passes |",
         "|---|---|---|",
         f"| curvmon | {found.hvps} | **{passes:.1f}** |",
-        f"| papers' protocol (timed product by product, multiplied) | 1965 | {protocol:.0f} |",
+        f"| papers' protocol (one of each HVP timed, multiplied) | 1965 | {protocol:.0f} |",
         f"| ratio | | **{protocol / passes:.0f}** |",
         "",
-        f"Float32 against the same in float64: largest relative difference of any R, C, D {off:.1e}; "
+        f"Float32 compared with float64: largest relative difference of any R, C, D {off:.1e}; "
         f"largest gap {found.gn_gap.max().item():.1e}.",
     ]
 
@@ -125,13 +125,13 @@ def resnet_silu(data: Path | None) -> Lines:
     return [
         "### ResNet-18, SiLU (CIFAR stem, 32 images, 5 nodes, 15 pairs)",
         "",
-        "| | products | passes | error of R | C | D | gap |",
+        "| | HVPs | passes | error of R | C | D | gap |",
         "|---|---|---|---|---|---|---|",
         f"| curvmon (median and means of 3 seeds) | {runs[0][0].hvps} | **{passes:.0f}** | {_percent(ours)} |",
         f"| papers' protocol | {protocol.hvps} | {against:.0f} | {_percent(theirs)} |",
         f"| ratio | | **{against / passes:.0f}** | | | | |",
         "",
-        "Mean relative errors over the ten pairs with T ≠ 0, against a long run (50 probes per node, 16 steps of "
+        "Mean relative errors over the ten pairs with T ≠ 0, compared with a long run (50 probes per node, 16 steps of "
         f"Golub-Kahan per pair, which still changed by at most {truth['change'].nan_to_num().max().item():.0e}). On "
         f"the five pairs with T = 0 curvmon is exact (mean over all pairs: R {100 * everywhere[0]:.2g} %, D "
         f"{100 * everywhere[2]:.2g} %) and the protocol is off by {100 * on_flat[0]:.2g} % (R), "
@@ -170,12 +170,12 @@ def gelu() -> Lines:
     baseline = [statistics.mean(theirs[metric]) for metric in METRICS]
     covered = [statistics.mean(inside[metric]) for metric in METRICS]
     return [
-        "### Residual GELU network (six blocks of width 64, 32 samples, 10 classes), against dense truth",
+        "### Residual GELU network (six blocks of width 64, 32 samples, 10 classes), compared with dense truth",
         "",
-        "| | products | passes | R | C | D | gap |",
+        "| | HVPs | passes | R | C | D | gap |",
         "|---|---|---|---|---|---|---|",
         f"| curvmon, mean error | {max(products)} at most | {statistics.median(passes):.0f} | {_percent(means)} |",
-        f"| 95 % intervals that cover | | | {' | '.join(f'{share:.3f}' for share in covered)} |",
+        f"| 95 % intervals that contain the truth | | | {' | '.join(f'{share:.3f}' for share in covered)} |",
         f"| papers' protocol, mean error | {protocol.hvps} | | {_percent(baseline)} |",
         "",
         "Three networks, 20 seeds each; the 15 pairs whose T is not zero (those with the last block are exact).",
@@ -193,7 +193,7 @@ def decoder() -> Lines:
     return [
         "### GPT-like decoder (12 layers, width 128, 128 tokens, vocabulary 8192, 8 samples, 6 nodes, 21 pairs)",
         "",
-        "| | products | passes | largest relative standard error of R, C, D, gap |",
+        "| | HVPs | passes | largest relative standard error of R, C, D, gap |",
         "|---|---|---|---|",
         f"| curvmon | {found.hvps} | **{passes:.0f}** | {', '.join(f'{100 * x:.2g} %' for x in worst)} |",
         f"| papers' protocol (timed, multiplied) | 2751 | {protocol:.0f} | |",
@@ -346,7 +346,8 @@ def main() -> None:
     }
     parser.add_argument("--only", default=",".join(parts), help=f"of {', '.join(parts)}")
     arguments = parser.parse_args()
-    lines = [f"Measured on {machine()}, with `python -m benchmarks.speed`.", ""]
+    lines = ["# Cost of measuring pairs of layers", "", f"Measured on {machine()}, with `python -m benchmarks.speed`."]
+    lines += ["What the columns mean: [cost and tuning](cost.md#pairs-of-layers).", ""]
     for part in arguments.only.split(","):
         found = parts[part]()
         print("\n".join(found), flush=True)

@@ -36,10 +36,10 @@ def warm_starts(settings: Iterable[Setting]) -> Iterator[str]:
         yield f"| {setting.name} | {ends} | {first} | {second} |"
     yield ""
     yield (
-        f"Products until all eigenvalues are within {100 * CLOSE:g} % of the truth, by where the search begins: "
-        f'{", ".join(STARTS)}. "Rule": the same until all residuals are below {TOLERANCE:g} of their eigenvalue. '
-        f"Random and Gauss-Newton: median of {len(SEEDS)} seeds; a dash where there is no such start. Warm: the sum of "
-        'the eigenvectors of an epoch before; perfect: of the very ones that are looked for. "Overlap": the share of '
+        f"HVPs until all eigenvalues are within {100 * CLOSE:g} % of the truth, by starting vector: "
+        f'{", ".join(STARTS)}. "Rule": HVPs until all residuals are below {TOLERANCE:g} of their eigenvalue. '
+        f"Random and Gauss-Newton: median of {len(SEEDS)} seeds; a dash where there is no such vector. Warm: the sum "
+        'of the eigenvectors of an epoch before; perfect: the sum of the true eigenvectors. "Overlap": the share of '
         "the new eigenvectors that lies in the span of the old ones."
     )
 
