@@ -1,8 +1,8 @@
 """Real training runs of small networks, measured after every epoch; quiet, or disturbed by one event.
 
 Residual networks with batch norm on scikit-learn's digits, with random shifts, by SGD with momentum or AdamW and a
-cosine schedule, with ReLU or SiLU. Every event strikes a copy of the same quiet run, so that both have the same past:
-what acts through training a whole epoch before the measurement, what acts at once half an epoch before.
+cosine schedule, with ReLU or SiLU. Every event disturbs a copy of the same quiet run, so that both have the same past:
+an event that acts through training a whole epoch before the measurement, one that acts at once half an epoch before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from curvmon.alerts.context import Circumstances, circumstances
+from curvmon.alerts.context import Context, context_values
 from curvmon.errors import CurvmonError
 from curvmon.monitor.recipe import Recipe
 from curvmon.records import Snapshot
@@ -73,11 +73,11 @@ def digits(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Observed(NamedTuple):
-    """What a monitor sees at one moment."""
+    """What a monitor sees at one measurement."""
 
     snapshot: Snapshot | str
     """or why there is none"""
-    circumstances: Circumstances
+    context: Context
 
 
 class Run:
@@ -146,10 +146,10 @@ class Run:
                 self.model, [self.probe], _loss, start=self._start, optimizer=self.optimizer
             )
         except CurvmonError as error:
-            return Observed(str(error), Circumstances())
-        values = circumstances(self.model, self.optimizer.param_groups[0]["lr"], self.training_loss)
+            return Observed(str(error), Context())
+        values = context_values(self.model, self.optimizer.param_groups[0]["lr"], self.training_loss)
         snapshot = Snapshot(step=self.step, epoch=self.epoch, measurement=found, spectrum=spectrum)
-        return Observed(snapshot, Circumstances(values, found.operations))
+        return Observed(snapshot, Context(values, found.operations))
 
 
 def _loss(model: Any, batch: Any) -> Tensor:
@@ -204,7 +204,7 @@ class Event(NamedTuple):
     place: str | None
     """the node at whose output or in whose forward it happens; None: everywhere"""
     when: Literal["start", "middle", "end"] = "start"
-    """of the epoch before the measurement; the end where training would mend it"""
+    """of the epoch before the measurement; "end" if training would undo it"""
 
 
 EVENTS = {

@@ -1,4 +1,4 @@
-"""One series: silent on what is usual, at once on what is not."""
+"""A single quantity: no alert on what is usual, one at once on what is not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_quiet_series_raise_no_more_than_one_false_alarm_in_a_thousand(kind: str
 
 
 @pytest.mark.parametrize("kind", ["stationary", "autoregressive", "walk"])
-def test_a_jump_of_ten_deviations_is_told_at_once(kind: str) -> None:
+def test_a_jump_of_ten_deviations_is_detected_at_once(kind: str) -> None:
     rng = random.Random(kind)
     told = 0
     for _ in range(60):
@@ -62,7 +62,7 @@ def test_a_jump_of_ten_deviations_is_told_at_once(kind: str) -> None:
     assert told >= 57
 
 
-def test_one_jump_is_one_alarm_and_the_next_is_told_again() -> None:
+def test_one_jump_is_one_alert_and_the_next_is_another() -> None:
     rng = random.Random(0)
     values = [rng.gauss(0, 0.05) + (1.5 if i >= 20 else 0) + (1.5 if i >= 40 else 0) for i in range(60)]
     assert alarms(values, 0.02) == [20, 40]
@@ -75,7 +75,7 @@ def test_a_large_error_bar_excuses_a_point() -> None:
     assert detector.update(3.0, stderr=3.0) is None
 
 
-def test_what_is_no_number_is_passed_over() -> None:
+def test_values_that_are_not_finite_or_positive_are_skipped() -> None:
     detector = ChangeDetector()
     for i in range(12):
         detector.update(1.0 + 0.02 * (-1) ** i, 0.01)
@@ -95,7 +95,7 @@ def test_scaling_the_values_changes_nothing() -> None:
     assert told[0] == told[1] == told[2] == [25]
 
 
-def test_a_resumed_series_goes_on_as_if_nothing_had_happened() -> None:
+def test_a_resumed_detector_decides_as_if_never_stopped() -> None:
     rng = random.Random(2)
     values = [math.exp(rng.gauss(0, 0.05) + (1.0 if i >= 30 else 0)) for i in range(40)]
     whole, first, second = ChangeDetector(), ChangeDetector(), ChangeDetector()

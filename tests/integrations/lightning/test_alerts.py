@@ -16,7 +16,7 @@ from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 
 from benchmarks.alert_runs import EVENTS
 from curvmon import Alert, AlertRules, CurvatureMonitor, InputError
-from curvmon.alerts.manager import Alarms
+from curvmon.alerts.manager import AlertManager
 from curvmon.reporting.figures import heatmap, spectrum_over_time
 from tests.helpers.disturbed_runs import fit
 from tests.helpers.logger_readers import TensorBoard, Wandb
@@ -82,15 +82,15 @@ def test_a_learning_rate_is_named_as_the_cause(struck: Any) -> None:
     assert "learning rate x 20" in alert.message
 
 
-def test_what_the_network_no_longer_computes_is_named(struck: Any) -> None:
+def test_changed_operations_are_named(struck: Any) -> None:
     (cut,), (exchanged,) = (struck(event).alerts for event in ("skip connection cut", "activation exchanged"))
-    assert "operations of model.blocks.2: 1 Add less" in cut.message
-    assert "operations of model.blocks.1: 2 Relu less, 2 Tanh more" in exchanged.message
+    assert "operations of model.blocks.2: 1 fewer Add" in cut.message
+    assert "operations of model.blocks.1: 2 fewer Relu, 2 more Tanh" in exchanged.message
 
 
 def test_the_tensor_that_shrank_is_named(struck: Any) -> None:
     (alert,) = struck("half of a layer's weights zeroed").alerts
-    assert "size of model.blocks.1.conv1.weight x 0." in alert.message
+    assert "norm of model.blocks.1.conv1.weight x 0." in alert.message
 
 
 @pytest.fixture(scope="module")
@@ -187,23 +187,23 @@ def test_alerts_can_be_switched_off(quiet: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"alerts": "yes"}, {"on_alert": "sing"}, {"on_alert": 3}])
-def test_wrong_settings_are_told_at_once(settings: dict[str, Any]) -> None:
+def test_invalid_settings_raise_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(settings))):
         CurvatureMonitor(**settings)
 
 
 @pytest.mark.filterwarnings("ignore:curvmon. not measured")
 def test_rules_are_an_argument(quiet: Any, tmp_path: Path) -> None:
-    for rules, told in ((AlertRules(not_finite=False), 0), (AlertRules(changes=False), 1)):
+    for rules, count in ((AlertRules(not_finite=False), 0), (AlertRules(changes=False), 1)):
         monitor, _ = fit(tmp_path, QUIET + 1, "NaN in a weight", QUIET, checkpoint=quiet[0], alerts=rules)
-        assert len(monitor.alerts) == told
+        assert len(monitor.alerts) == count
 
 
 @pytest.mark.parametrize(
     "rules",
     [{"lasting": 3.0}, {"lasting": 0}, {"coupling_above": "1"}, {"saddle": True}, {"changes": 1}, {"sensitivity": 0}],
 )
-def test_wrong_rules_are_told_at_once(rules: dict[str, Any]) -> None:
+def test_invalid_rules_raise_at_once(rules: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(rules))):
         AlertRules(**rules)
 
@@ -212,7 +212,7 @@ def test_alerts_that_fail_are_a_warning(quiet: Any, tmp_path: Path, monkeypatch:
     def broken(*args: Any) -> Any:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(Alarms, "update", broken)
+    monkeypatch.setattr(AlertManager, "update", broken)
     with pytest.warns(UserWarning, match="alerts failed at this measurement .RuntimeError: out of order"):
         monitor, trainer = fit(tmp_path, QUIET + 1, checkpoint=quiet[0])
     assert trainer.current_epoch == QUIET + 1 and len(monitor.history) == QUIET + 2
