@@ -141,15 +141,15 @@ class Run:
 
     def measure(self) -> Observed:
         try:
-            found = self.recipe.measure(self.model, [self.probe], _loss)
+            measurement = self.recipe.measure(self.model, [self.probe], _loss)
             spectrum, self._start = self.recipe.spectrum(
                 self.model, [self.probe], _loss, start=self._start, optimizer=self.optimizer
             )
         except CurvmonError as error:
             return Observed(str(error), Context())
         values = context_values(self.model, self.optimizer.param_groups[0]["lr"], self.training_loss)
-        snapshot = Snapshot(step=self.step, epoch=self.epoch, measurement=found, spectrum=spectrum)
-        return Observed(snapshot, Context(values, found.operations))
+        snapshot = Snapshot(step=self.step, epoch=self.epoch, measurement=measurement, spectrum=spectrum)
+        return Observed(snapshot, Context(values, measurement.operations))
 
 
 def _loss(model: Any, batch: Any) -> Tensor:
@@ -245,20 +245,20 @@ def record(seed: int, validations: int = VALIDATIONS) -> tuple[list[Observed], l
 def record_steady(seed: int, validations: int = VALIDATIONS) -> list[Observed]:
     """A quiet run at a constant learning rate, where the curvature of small networks swings by itself."""
     run = Run(seed, steady=True)
-    found = [run.measure()]
+    measured = [run.measure()]
     for _ in range(1, validations):
         run.train()
-        found.append(run.measure())
-    return found
+        measured.append(run.measure())
+    return measured
 
 
 def _branch(run: Run, event: Event) -> list[Observed]:
-    found = []
+    measured = []
     for i in range(AFTER):
         if i == 0 and event.when == "start":
             event.strike(run)
         run.train(event.strike if i == 0 and event.when == "middle" else None)
         if i == 0 and event.when == "end":
             event.strike(run)
-        found.append(run.measure())
-    return found
+        measured.append(run.measure())
+    return measured

@@ -2,8 +2,8 @@
 
     python -m benchmarks.alerts --write docs/alerts-table.md
 
-Synthetic series and real training runs (`alert_series.py`, `alert_runs.py`). Thresholds, those of the other detectors
-included, were chosen on seeds below 1000; the table is made with seeds from 1000 on. Recorded runs are kept in --cache.
+Synthetic sequences and real training runs (`alert_series.py`, `alert_runs.py`). Thresholds, also those of the other
+detectors, were chosen on seeds below 1000; the table uses seeds from 1000 on. Recorded runs are kept in --cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from curvmon.records import Snapshot
 REPORTED = 1000
 """the first seed of the table"""
 EACH = 200
-"""synthetic series of a kind"""
+"""synthetic sequences of a kind"""
 
 
 class Detector(Protocol):
@@ -255,9 +255,9 @@ def report(seeds: int, cache: Path) -> str:
     return "\n\n".join(
         [
             "# Alerts: false alarms and detection",
-            f"Made with `make bench-alerts`: {EACH} quiet series and {EACH} with a jump of each kind, {seeds} seeds of "
-            "real training runs, all with seeds that no threshold was chosen on.",
-            "### Synthetic series",
+            f"Made with `make bench-alerts`: {EACH} quiet sequences and {EACH} with a jump of each kind, {seeds} seeds "
+            "of real training runs, all with seeds that no threshold was chosen on.",
+            "### Synthetic sequences",
             table(rows),
             table(kinds),
             "### Real training runs, 30 measurements each",

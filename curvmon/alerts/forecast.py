@@ -29,7 +29,7 @@ SMALL_SAMPLE = 2.0
 """with n errors, their spread is widened by 1 + SMALL_SAMPLE / n"""
 NEARLY_AS_GOOD = 2.0
 """predictors whose spread is at most this many times the smallest one may lower the score"""
-MOST_LOWERED = 2.0
+MAX_REDUCTION = 2.0
 """by at most this factor"""
 MAD = 1.4826
 """median absolute deviation to standard deviation, for a normal distribution"""
@@ -129,7 +129,7 @@ class Forecast:
         smallest = min(spreads)
         best = candidates[spreads.index(smallest)]
         lowest = min(c.score for c, spread in zip(candidates, spreads) if spread <= NEARLY_AS_GOOD * smallest)
-        return best._replace(score=min(best.score, MOST_LOWERED * lowest))
+        return best._replace(score=min(best.score, MAX_REDUCTION * lowest))
 
     def append(self, value: float) -> None:
         if self._values:

@@ -22,11 +22,12 @@ class AlertManager:
         settings: of change detection, before `AlertRules.sensitivity` is applied.
 
     Attributes:
+        enabled: False if no alerts are raised.
         raised: everything raised so far, notices included, oldest first.
     """
 
     def __init__(self, alerts: bool | AlertRules = True, settings: DetectorSettings | None = None) -> None:
-        self._enabled = bool(alerts)
+        self.enabled = bool(alerts)
         self._rules = alerts if isinstance(alerts, AlertRules) else AlertRules()
         settings = settings or DetectorSettings()
         self._settings = replace(settings, threshold_factor=settings.threshold_factor / self._rules.sensitivity)
@@ -46,7 +47,7 @@ class AlertManager:
 
     def update(self, snapshot: Snapshot, past: Sequence[Snapshot] = (), context: Context | None = None) -> list[Alert]:
         """What a snapshot raises; `past`: the snapshots before it, of which the last two are enough."""
-        if not self._enabled:
+        if not self.enabled:
             return []
         causes = self._context.update(context or Context())
         new = []
@@ -63,7 +64,7 @@ class AlertManager:
 
     def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
         """What a measurement raises that was not finite."""
-        return self.record(self._checker.diverged(reason, step, epoch)) if self._enabled else []
+        return self.record(self._checker.diverged(reason, step, epoch)) if self.enabled else []
 
     def record(self, alerts: list[Alert]) -> list[Alert]:
         """Add alerts to those raised, also those that another process has raised."""
@@ -81,7 +82,7 @@ class AlertManager:
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers only."""
         state: dict[str, Any] = {"raised": [alert.to_dict() for alert in self.raised]}
-        if not self._enabled:
+        if not self.enabled:
             return state
         return {
             **state,
@@ -96,7 +97,7 @@ class AlertManager:
         raised = [Alert.from_dict(alert) for alert in state.get("raised", ())]
         detector, checker, context = Detector(self._settings), RuleChecker(self._rules), ContextTracker()
         nodes = None
-        if self._enabled and "detector" in state:
+        if self.enabled and "detector" in state:
             detector.load_state_dict(state["detector"])
             checker.load_state_dict(state["rules"])
             context.load_state_dict(state["context"])

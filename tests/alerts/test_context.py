@@ -28,8 +28,8 @@ def causes_of(contexts: list[Context]) -> list[list[Cause]]:
     return causes
 
 
-def values(name: str, series: list[float]) -> list[Context]:
-    return [Context({name: value}) for value in series]
+def values(name: str, sequence: list[float]) -> list[Context]:
+    return [Context({name: value}) for value in sequence]
 
 
 def test_values_that_follow_their_forecast_are_no_cause() -> None:
@@ -37,8 +37,8 @@ def test_values_that_follow_their_forecast_are_no_cause() -> None:
     cosine = [0.1 * (1 + math.cos(math.pi * t / 40)) for t in range(38)]
     losses = [2.0 * math.exp(-t / 8) * (1 + 0.05 * rng.gauss(0, 1)) + 0.1 for t in range(38)]
     norms = [10 + 0.05 * t + 0.02 * rng.gauss(0, 1) for t in range(38)]
-    for name, series in [("learning rate", cosine), ("training loss", losses), ("norm of a.weight", norms)]:
-        assert not any(causes_of(values(name, series))), name
+    for name, sequence in [("learning rate", cosine), ("training loss", losses), ("norm of a.weight", norms)]:
+        assert not any(causes_of(values(name, sequence))), name
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_values_that_follow_their_forecast_are_no_cause() -> None:
     ],
 )
 def test_a_jump_is_reported_once(name: str, factor: float, lowers_threshold: bool) -> None:
-    found = causes_of(values(name, [1.0] * 8 + [factor] * 8))
-    assert [bool(now) for now in found] == [t == 8 for t in range(16)]
-    ((cause,),) = (now for now in found if now)
+    causes = causes_of(values(name, [1.0] * 8 + [factor] * 8))
+    assert [bool(now) for now in causes] == [t == 8 for t in range(16)]
+    ((cause,),) = (now for now in causes if now)
     assert cause.text == f"{name} x {factor:.3g}" and cause.lowers_threshold is lowers_threshold
 
 
@@ -95,9 +95,9 @@ def test_operations_are_counted_where_they_are() -> None:
     assert {node: cut[node] == before[node] for node in before} == {"0": True, "1": False, "2": True, "loss": True}
     net[1].skip, net[2].activation = True, nn.Tanh()
     contexts = [Context({}, before)] * 5 + [Context({}, measured(net).operations)] * 2
-    found = causes_of(contexts)
-    assert [cause.text for now in found for cause in now] == ["operations of 2: 1 fewer Silu, 1 more Tanh"]
-    assert found[5][0].node(["0", "1", "2"]) == "2"
+    causes = causes_of(contexts)
+    assert [cause.text for now in causes for cause in now] == ["operations of 2: 1 fewer Silu, 1 more Tanh"]
+    assert causes[5][0].node(["0", "1", "2"]) == "2"
 
 
 def test_a_network_that_changes_at_every_measurement_is_no_cause() -> None:
@@ -111,11 +111,11 @@ def test_a_new_choice_of_nodes_is_no_cause() -> None:
 def test_context_values_of_a_model() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).double()
     net.half_precise = nn.Parameter(torch.full((70_000,), 60_000.0, dtype=torch.float16))
-    found = context_values(net, 0.3, 1.5)
-    assert found["learning rate"] == 0.3 and found["training loss"] == 1.5
-    assert found["norm of 0.weight"] == pytest.approx(net[0].weight.norm().item())
-    assert found["statistics in 1.running_var"] == pytest.approx(math.sqrt(8))
-    assert found["norm of half_precise"] == pytest.approx(60_000 * math.sqrt(70_000), rel=1e-3)
+    current = context_values(net, 0.3, 1.5)
+    assert current["learning rate"] == 0.3 and current["training loss"] == 1.5
+    assert current["norm of 0.weight"] == pytest.approx(net[0].weight.norm().item())
+    assert current["statistics in 1.running_var"] == pytest.approx(math.sqrt(8))
+    assert current["norm of half_precise"] == pytest.approx(60_000 * math.sqrt(70_000), rel=1e-3)
     assert "training loss" not in context_values(net, 0.3)
 
 

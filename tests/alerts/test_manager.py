@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 
 from curvmon import AlertRules, Measurement
@@ -31,17 +34,17 @@ def snapshot(
     resonance = coupling * root[:, None] * root[None, :]
     ones = torch.ones(n, n, dtype=torch.float64)
     errors = {name: 0.005 * ones for name in ("coupling", "stable_rank", "gn_gap")} | {"resonance": 0.005 * resonance}
-    found = Measurement(NODES, resonance, coupling, 2 * ones, 0.1 * ones, errors, ones, ones, 1.0, 1, 0.0)
-    return Snapshot(step=step, epoch=step, measurement=found)
+    measurement = Measurement(NODES, resonance, coupling, 2 * ones, 0.1 * ones, errors, ones, ones, 1.0, 1, 0.0)
+    return Snapshot(step=step, epoch=step, measurement=measurement)
 
 
 def run(seed: int, points: int, **event: object) -> list[tuple[int, object]]:
-    rng, manager, past, found = random.Random(seed), AlertManager(), [], []
+    rng, manager, past, raised = random.Random(seed), AlertManager(), [], []
     for i in range(points):
         now = snapshot(i, rng, **(event if i >= 15 else {}))  # type: ignore[arg-type]
-        found += [(i, alert) for alert in manager.update(now, past) if alert.level != "info"]
+        raised += [(i, alert) for alert in manager.update(now, past) if alert.level != "info"]
         past.append(now)
-    return found
+    return raised
 
 
 def test_quiet_runs_raise_nothing() -> None:
@@ -77,16 +80,16 @@ def test_a_manager_survives_a_checkpoint() -> None:
     """Wherever a run is interrupted, the rest of it raises the same."""
     whole = [i for i, _ in run(3, 30, factors={"b": 3.0})]
     for stop in (5, 14, 15, 16, 20):
-        rng, manager, past, found = random.Random(3), AlertManager(), [], []
+        rng, manager, past, raised = random.Random(3), AlertManager(), [], []
         for i in range(30):
             if i == stop:
                 state = manager.state_dict()
                 manager = AlertManager()
                 manager.load_state_dict(state)
             now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
-            found += [i for alert in manager.update(now, past) if alert.level != "info"]
+            raised += [i for alert in manager.update(now, past) if alert.level != "info"]
             past.append(now)
-        assert found == whole
+        assert raised == whole
 
 
 def test_causes_are_named() -> None:
@@ -112,21 +115,21 @@ def test_features_of_other_nodes_restart() -> None:
 
 def test_a_missing_value_before_is_replaced_by_the_forecast() -> None:
     """The snapshot before has other nodes, so no value for the pair: the direction is right all the same."""
-    rng, manager, found = random.Random(1), AlertManager(), []
+    rng, manager, raised = random.Random(1), AlertManager(), []
     for i in range(20):
         now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
-        found += [alert for alert in manager.update(now, [Snapshot(step=i, epoch=i)]) if alert.level != "info"]
-    (alert,) = found
+        raised += [alert for alert in manager.update(now, [Snapshot(step=i, epoch=i)]) if alert.level != "info"]
+    (alert,) = raised
     assert 0 < alert.before < alert.after and " rose from " in alert.message
 
 
 def test_sensitivity_is_a_factor() -> None:
     def count(sensitivity: float) -> int:
-        rng, manager, found = random.Random(2), AlertManager(AlertRules(sensitivity=sensitivity)), 0
+        rng, manager, raised = random.Random(2), AlertManager(AlertRules(sensitivity=sensitivity)), 0
         for i in range(20):
             alerts = manager.update(snapshot(i, rng, {"b": 1.4} if i >= 15 else None))
-            found += sum(alert.level != "info" for alert in alerts)
-        return found
+            raised += sum(alert.level != "info" for alert in alerts)
+        return raised
 
     assert count(0.4) == 0 and count(2.0) == 1
 
@@ -134,10 +137,48 @@ def test_sensitivity_is_a_factor() -> None:
 def test_nothing_is_raised_after_a_gap() -> None:
     """Measurements were skipped before the level rose: it may have risen gradually."""
     for skipped, expected in ((0, 1), (7, 0)):
-        rng, manager, past, found = random.Random(0), AlertManager(), [], 0
+        rng, manager, past, raised = random.Random(0), AlertManager(), [], 0
         for i in range(20):
             now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
             now = replace(now, skipped=skipped if i >= 15 else 0)
-            found += sum(alert.level != "info" for alert in manager.update(now, past))
+            raised += sum(alert.level != "info" for alert in manager.update(now, past))
             past.append(now)
-        assert found == expected
+        assert raised == expected
+
+
+def test_the_manager_keeps_what_it_raised() -> None:
+    rng, manager, raised = random.Random(3), AlertManager(), []
+    for i in range(20):
+        raised += manager.update(snapshot(i, rng, {"b": 3.0} if i >= 15 else None))
+    raised += manager.diverged("the loss is nan", 20, 20)
+    notice = replace(raised[0], level="info")
+    manager.record([notice])
+    assert manager.alerts == raised and [alert.kind for alert in raised] == ["jump", "not_finite"]
+    assert manager.notices == [notice] and manager.raised == [*raised, notice]
+    resumed = AlertManager()
+    resumed.load_state_dict(manager.state_dict())
+    assert resumed.raised == manager.raised
+    assert resumed.diverged("the loss is nan", 21, 21) == []  # already reported
+
+
+@pytest.mark.parametrize("part", ["raised", "detector", "rules", "context"])
+def test_a_state_is_loaded_completely_or_not_at_all(part: str) -> None:
+    rng, manager, fresh = random.Random(3), AlertManager(), AlertManager()
+    for i in range(18):
+        manager.update(snapshot(i, rng, {"b": 3.0} if i >= 15 else None))
+    state: dict[str, Any] = {**manager.state_dict(), part: [3]}
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises(Exception):  # noqa: B017 - whatever an unreadable state raises
+        fresh.load_state_dict(state)
+    assert fresh.state_dict() == before
+
+
+def test_a_disabled_manager_raises_nothing_and_keeps_what_a_checkpoint_holds() -> None:
+    rng, manager, disabled = random.Random(3), AlertManager(), AlertManager(False)
+    for i in range(18):
+        manager.update(snapshot(i, rng, {"b": 3.0} if i >= 15 else None))
+    disabled.load_state_dict(manager.state_dict())
+    assert disabled.alerts == manager.alerts != []
+    assert disabled.diverged("the loss is nan", 18, 18) == disabled.update(snapshot(18, rng)) == []
+    # what the detector had seen is out of date by the time alerts are enabled again
+    assert list(disabled.state_dict()) == ["raised"]

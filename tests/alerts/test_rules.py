@@ -53,9 +53,9 @@ FINE: dict[str, Any] = dict(measurement=measurement(), spectrum=spectrum())
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_rule_raises_one_alert_when_its_condition_has_lasted(rule: str) -> None:
     rules = AlertRules(gn_gap_above=2.0)
-    found = kinds_raised(rules, *(at(i, **BROKEN[rule]) for i in range(8)))
+    raised = kinds_raised(rules, *(at(i, **BROKEN[rule]) for i in range(8)))
     # whether the loss stalls is known after three more measurements
-    assert [i for i, kinds in enumerate(found) if rule in kinds] == [5 if rule == "saddle" else 2]
+    assert [i for i, kinds in enumerate(raised) if rule in kinds] == [5 if rule == "saddle" else 2]
 
 
 @pytest.mark.parametrize("rule", BROKEN)
@@ -71,8 +71,8 @@ def test_a_healthy_run_raises_nothing() -> None:
 def test_a_rule_raises_again_only_after_its_condition_has_ceased() -> None:
     broken, fine = BROKEN["far_beyond_stability"], FINE
     pattern = [broken] * 4 + [fine] * 2 + [broken] * 4 + [fine] * 3 + [broken] * 4
-    found = kinds_raised(AlertRules(), *(at(i, **parts) for i, parts in enumerate(pattern)))
-    assert [i for i, kinds in enumerate(found) if "far_beyond_stability" in kinds] == [2, 15]
+    raised = kinds_raised(AlertRules(), *(at(i, **parts) for i, parts in enumerate(pattern)))
+    assert [i for i, kinds in enumerate(raised) if "far_beyond_stability" in kinds] == [2, 15]
 
 
 def test_a_coupling_within_its_error_raises_nothing() -> None:
@@ -87,8 +87,8 @@ def test_a_saddle_needs_a_loss_that_stalls() -> None:
 def test_rank_collapse_needs_a_larger_rank_before() -> None:
     ones = [at(i, measurement=measurement(rank=1.001)) for i in range(6)]
     assert not any(kinds_raised(AlertRules(), *ones))
-    found = kinds_raised(AlertRules(), at(0, measurement=measurement(rank=5.0)), *ones)
-    assert [i for i, kinds in enumerate(found) if kinds == ["rank_collapse"]] == [3]
+    raised = kinds_raised(AlertRules(), at(0, measurement=measurement(rank=5.0)), *ones)
+    assert [i for i, kinds in enumerate(raised) if kinds == ["rank_collapse"]] == [3]
 
 
 def test_values_that_are_not_finite_are_reported_once_until_they_are_finite_again() -> None:
@@ -103,12 +103,12 @@ def test_values_that_are_not_finite_are_reported_once_until_they_are_finite_agai
 
 def test_notices_have_level_info() -> None:
     checker = RuleChecker(AlertRules())
-    found: list[Alert] = [a for i in range(4) for a in checker.update(at(i, spectrum=spectrum(ratio=30.0)))]
-    assert {alert.kind: alert.level for alert in found} == {
+    raised: list[Alert] = [a for i in range(4) for a in checker.update(at(i, spectrum=spectrum(ratio=30.0)))]
+    assert {alert.kind: alert.level for alert in raised} == {
         "edge_of_stability": "info",
         "far_beyond_stability": "warning",
     }
-    assert all(math.isfinite(alert.score) for alert in found)
+    assert all(math.isfinite(alert.score) for alert in raised)
 
 
 def test_the_checker_survives_a_checkpoint() -> None:
@@ -133,7 +133,7 @@ def test_a_missing_value_does_not_end_a_condition() -> None:
 
 
 def test_a_gap_with_infinite_error_raises_nothing() -> None:
-    found = kinds_raised(
+    raised = kinds_raised(
         AlertRules(gn_gap_above=0.5), *(at(i, measurement=measurement(gap=0.9, error=math.inf)) for i in range(4))
     )
-    assert not any("gn_gap_above" in kinds for kinds in found)
+    assert not any("gn_gap_above" in kinds for kinds in raised)

@@ -24,7 +24,6 @@ class Alerting:
     def __init__(
         self, alerts: bool | AlertRules, on_alert: Callable[[Alert], Any] | str | None, log_key_prefix: str
     ) -> None:
-        self._enabled = bool(alerts)
         self._manager = AlertManager(alerts)
         self._on_alert = on_alert
         self._key = f"{log_key_prefix}curvmon/alert"
@@ -40,7 +39,7 @@ class Alerting:
 
     def observe_step(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any) -> None:
         """After a training step: its learning rate and its loss."""
-        if self._enabled and trainer.is_global_zero:
+        if self._manager.enabled and trainer.is_global_zero:
             accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
             self._signals.observe(outputs, trainer.optimizers, accumulated)
 
@@ -67,7 +66,7 @@ class Alerting:
 
     def _broadcast(self, decide: Callable[[], list[Alert]], ranks: Ranks) -> list[Alert]:
         """Rank 0 decides: losses and running statistics differ between ranks, and rounding can tip a decision."""
-        if not self._enabled:
+        if not self._manager.enabled:
             return []
         alerts: list[Alert] = []
         if ranks.rank == 0:
