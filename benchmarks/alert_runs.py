@@ -200,7 +200,7 @@ def not_a_number(run: Run) -> None:
 
 
 class Event(NamedTuple):
-    strike: Callable[[Run], None]
+    apply: Callable[[Run], None]
     place: str | None
     """the node at whose output or in whose forward it happens; None: everywhere"""
     when: Literal["start", "middle", "end"] = "start"
@@ -256,9 +256,9 @@ def _branch(run: Run, event: Event) -> list[Observed]:
     measured = []
     for i in range(AFTER):
         if i == 0 and event.when == "start":
-            event.strike(run)
-        run.train(event.strike if i == 0 and event.when == "middle" else None)
+            event.apply(run)
+        run.train(event.apply if i == 0 and event.when == "middle" else None)
         if i == 0 and event.when == "end":
-            event.strike(run)
+            event.apply(run)
         measured.append(run.measure())
     return measured

@@ -37,13 +37,13 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CurvatureMoni
 
 
 @pytest.fixture(scope="module")
-def struck(quiet: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CurvatureMonitor]:
-    """The monitor of the run that an event strikes after the quiet epochs; every run is made once."""
+def disturbed(quiet: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CurvatureMonitor]:
+    """The monitor of the run disturbed by an event after the quiet epochs; every run is made once."""
     made: dict[str, CurvatureMonitor] = {}
 
     def run(event: str) -> CurvatureMonitor:
         if event not in made:
-            folder = tmp_path_factory.mktemp("struck")
+            folder = tmp_path_factory.mktemp("disturbed")
             made[event], _ = fit(folder, QUIET + AFTER, event, QUIET, checkpoint=quiet[0])
         return made[event]
 
@@ -57,8 +57,8 @@ def test_a_quiet_run_raises_none(quiet: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:curvmon. not measured")
 @pytest.mark.parametrize("event", EVENTS)
-def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, struck: Any, quiet: Any) -> None:
-    monitor = struck(event)
+def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, disturbed: Any, quiet: Any) -> None:
+    monitor = disturbed(event)
     (alert,) = monitor.alerts
     steps = [snapshot.step for snapshot in monitor.snapshots]
     per_epoch = steps[2] - steps[1]
@@ -77,19 +77,19 @@ def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, stru
         assert f"model.{place}" in alert.message
 
 
-def test_a_learning_rate_is_named_as_the_cause(struck: Any) -> None:
-    (alert,) = struck("learning rate x 20").alerts
+def test_a_learning_rate_is_named_as_the_cause(disturbed: Any) -> None:
+    (alert,) = disturbed("learning rate x 20").alerts
     assert "learning rate x 20" in alert.message
 
 
-def test_changed_operations_are_named(struck: Any) -> None:
-    (cut,), (exchanged,) = (struck(event).alerts for event in ("skip connection cut", "activation exchanged"))
+def test_changed_operations_are_named(disturbed: Any) -> None:
+    (cut,), (exchanged,) = (disturbed(event).alerts for event in ("skip connection cut", "activation exchanged"))
     assert "operations of model.blocks.2: 1 fewer Add" in cut.message
     assert "operations of model.blocks.1: 2 fewer Relu, 2 more Tanh" in exchanged.message
 
 
-def test_the_tensor_that_shrank_is_named(struck: Any) -> None:
-    (alert,) = struck("half of a layer's weights zeroed").alerts
+def test_the_tensor_that_shrank_is_named(disturbed: Any) -> None:
+    (alert,) = disturbed("half of a layer's weights zeroed").alerts
     assert "norm of model.blocks.1.conv1.weight x 0." in alert.message
 
 
