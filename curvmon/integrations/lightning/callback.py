@@ -243,7 +243,7 @@ class CurvatureMonitor(CallbackBase):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._active:
-            self._alerting.see(trainer, pl_module, outputs)
+            self._alerting.observe_step(trainer, pl_module, outputs)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=_step(trainer))
@@ -299,13 +299,13 @@ class CurvatureMonitor(CallbackBase):
             skipped=clocks[2],
         )
         self._compare_nodes(snapshot)
-        fresh = self._alerting.look(trainer, pl_module, snapshot, list(self._history), self._ranks)
+        fresh = self._alerting.update(trainer, pl_module, snapshot, list(self._history), self._ranks)
         if outcome.kind == "diverged" and (last is None or last.spectrum is not None):
             # the curvature of the parameters is not finite any more, although that between the layers still is
             fresh += self._alerting.diverged(outcome.error, step, snapshot.epoch, self._ranks)
         self._history.append(replace(snapshot, alerts=len(self.alerts)))
         self._report.write(trainer, list(self._history), self.alerts, fresh)
-        self._alerting.tell(trainer, fresh)
+        self._alerting.deliver(trainer, fresh)
         # pictures and logging cost time as well
         self._budget.measured += time.perf_counter() - began - seconds
 
@@ -334,7 +334,7 @@ class CurvatureMonitor(CallbackBase):
             fresh = self._alerting.diverged(outcome.error, step, trainer.current_epoch, self._ranks)
             if fresh:
                 self._report.count(trainer, self.alerts, step)
-            self._alerting.tell(trainer, fresh)
+            self._alerting.deliver(trainer, fresh)
         if outcome.kind in ("permanent", "input"):
             self._active = False
             self._warn(f"not measured: {outcome.error}. This run is not monitored any more; training goes on")
