@@ -93,7 +93,9 @@ class ParameterOperator:
         parameters: Mapping[str, Tensor],
         originals: Sequence[Tensor],
         layered: Callable[[Mapping[str, Tensor]], Iterator[tuple[float, LayeredGraph]]],
+        notes: Sequence[str] = (),
     ) -> None:
+        self.notes = notes
         self._losses = losses
         self._layered = layered
         self.names = tuple(parameters)
@@ -226,7 +228,7 @@ def _opened(
     odd = [name for name, parameter in trainable.items() if parameter.is_complex()]
     if odd:
         raise InputError(f"complex parameters ({', '.join(odd)}): use their real views, torch.view_as_real")
-    with isolated(model, loss, seed=NOISE_SEED, dtype=dtype):
+    with isolated(model, loss, seed=NOISE_SEED, dtype=dtype) as isolation:
         copies = dict(model.named_parameters())
         parameters = {name: copies[name].requires_grad_() for name in trainable}
 
@@ -248,7 +250,7 @@ def _opened(
 
         shares = _shares(batches)
         losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
-        yield ParameterOperator(losses, parameters, list(trainable.values()), layered)
+        yield ParameterOperator(losses, parameters, list(trainable.values()), layered, isolation.notes)
 
 
 def _by_layers(

@@ -76,7 +76,11 @@ def open_session(
         else:
             operator, notes = GraphOperator(tap(resolve(model, calls, wanted))), []
         graph = operator.graph
-        notes += [*_output_notes(operator, output), *_graph_notes(operator, samples, batch_dim, dtype)]
+        notes += [
+            *isolation.notes,
+            *_output_notes(operator, output),
+            *_graph_notes(operator, samples, batch_dim, dtype),
+        ]
 
         def shifted(at: Mapping[str, Tensor]) -> TappedGraph:
             return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at, lean=lean)

@@ -1,0 +1,92 @@
+"""One name in torch that curvmon depends on: where it is, whether it exists, and its replacement for a while."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Target(NamedTuple):
+    """What is measured: some rows of the table apply to certain models only."""
+
+    modules: Collection[nn.Module]
+    devices: Collection[str]
+
+
+@dataclass(eq=False)
+class Symbol:
+    """A row of the table: one name in torch.
+
+    Attributes:
+        path: "module:attribute.attribute"; the last attribute may be one of instances, set by the class's `__init__`.
+        why: what goes wrong if torch's own value is kept, or what the name is used for.
+        missing: what it means for a measurement if torch does not have the name.
+        versions: of torch, in which the row was checked.
+        older: the path in earlier versions of torch.
+        replacement: from torch's own value to the one during a measurement.
+        context: or from torch's own value, a function, to a context manager that is open during a measurement.
+        applies: whether the row matters for this target.
+    """
+
+    path: str
+    why: str
+    missing: str
+    versions: str = "2.13"
+    older: str = ""
+    replacement: Callable[[Any], Any] | None = None
+    context: Callable[[Any], AbstractContextManager[Any]] | None = None
+    applies: Callable[[Target], bool] = lambda target: True
+
+    @property
+    def attribute(self) -> str:
+        return self.path.replace(":", ".").rpartition(".")[2]
+
+    def owner(self) -> tuple[Any, str] | None:
+        """The object that has the attribute, and the attribute's name; None if there is no such attribute."""
+        return next((place for path in (self.path, self.older) if (place := _located(path)) is not None), None)
+
+    def get(self, default: Any = None) -> Any:
+        place = self.owner()
+        return default if place is None else getattr(*place)
+
+    def note(self) -> str:
+        return f"torch {torch.__version__} has no {self.path.replace(':', '.')}: {self.missing}"
+
+    def patched(self) -> AbstractContextManager[Any]:
+        place = self.owner()
+        if place is not None and self.replacement is not None:
+            return replaced(place[0], **{place[1]: self.replacement(getattr(*place))})
+        return self.context(self.get()) if place is not None and self.context is not None else nullcontext()
+
+
+def _located(path: str) -> tuple[Any, str] | None:
+    module, _, attributes = path.partition(":")
+    *parents, name = attributes.split(".")
+    try:
+        owner: Any = importlib.import_module(module) if module else None
+        for parent in parents:
+            owner = getattr(owner, parent)
+    except (ImportError, AttributeError):
+        return None
+    code = getattr(getattr(owner, "__init__", None), "__code__", None) if isinstance(owner, type) else None
+    of_instances = code is not None and name in (*code.co_names, *code.co_consts)
+    return (owner, name) if of_instances or hasattr(owner, name) else None
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of `owner` set for the life of the context."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
