@@ -42,7 +42,7 @@ def backward_inside(m: Any, b: Batch) -> Tensor:
     ("loss", "message"),
     [
         (lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), r"shape \(8,\): reduce it"),
-        (lambda m, b: ce(m, b).item(), r"not float: leave out .item\(\)"),
+        (lambda m, b: ce(m, b).item(), r"not float: remove .item\(\)"),
         (lambda m, b: {"loss": ce(m, b)}, "not dict: return its loss entry"),
         (lambda m, b: None, "not NoneType: did you forget the return?"),
         (lambda m, b: F.cross_entropy(torch.randn(8, 3), b[1]), "did not call the model that was passed"),

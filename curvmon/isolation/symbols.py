@@ -49,7 +49,8 @@ class Symbol:
 
     def owner(self) -> tuple[Any, str] | None:
         """The object that has the attribute, and the attribute's name; None if there is no such attribute."""
-        return next((place for path in (self.path, self.older) if (place := _located(path)) is not None), None)
+        paths = [path for path in (self.path, self.older) if path]
+        return next((place for place in map(_located, paths) if place is not None), None)
 
     def get(self, default: Any = None) -> Any:
         place = self.owner()
@@ -69,14 +70,19 @@ def _located(path: str) -> tuple[Any, str] | None:
     module, _, attributes = path.partition(":")
     *parents, name = attributes.split(".")
     try:
-        owner: Any = importlib.import_module(module) if module else None
+        owner: Any = importlib.import_module(module)
         for parent in parents:
             owner = getattr(owner, parent)
     except (ImportError, AttributeError):
         return None
-    code = getattr(getattr(owner, "__init__", None), "__code__", None) if isinstance(owner, type) else None
-    of_instances = code is not None and name in (*code.co_names, *code.co_consts)
-    return (owner, name) if of_instances or hasattr(owner, name) else None
+    return (owner, name) if hasattr(owner, name) or (isinstance(owner, type) and _of_instances(owner, name)) else None
+
+
+def _of_instances(owner: type, name: str) -> bool:
+    """Whether the class declares the attribute for its instances, or `__init__` sets it."""
+    # torch.compile may replace nn.Module.__init__, which leaves the annotations
+    code = getattr(getattr(owner, "__init__", None), "__code__", None)
+    return name in getattr(owner, "__annotations__", {}) or (code is not None and name in code.co_names)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Lean operations have the values and derivatives of torch's own, and step aside where they would not."""
+"""Efficient operations have the values and derivatives of torch's own, and are not used where they would not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from curvmon.graph.efficient_operations import LeanOperations, is_ours
+from curvmon.graph.efficient_operations import EfficientOperations, is_efficient_operation
 from curvmon.operators.session import open_session
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,13 +68,13 @@ def compare(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     plain = derivatives(function, x)
     replaced = []
 
-    def lean(x: Tensor) -> Tensor:
-        with LeanOperations():
+    def efficient(x: Tensor) -> Tensor:
+        with EfficientOperations():
             y = function(x)
-        replaced.append(y.grad_fn is not None and (is_ours(y.grad_fn) or "Add" in y.grad_fn.name()))
+        replaced.append(y.grad_fn is not None and (is_efficient_operation(y.grad_fn) or "Add" in y.grad_fn.name()))
         return y
 
-    for one, other in zip(derivatives(lean, x), plain):
+    for one, other in zip(derivatives(efficient, x), plain):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     return replaced[0]
 
@@ -101,16 +101,16 @@ def test_what_is_not_elementwise_or_not_constant_is_left_to_torch() -> None:
     assert not compare(lambda x: F.silu(x.clone(), inplace=True), x)
     assert not compare(lambda x: F.elu(x.clone(), 1.0, True), x)
     trainable = W[2].clone().requires_grad_()
-    with LeanOperations():
+    with EfficientOperations():
         y = F.conv2d(x.requires_grad_() * 1.0, trainable)
-    assert not is_ours(y.grad_fn)
+    assert not is_efficient_operation(y.grad_fn)
     assert torch.autograd.grad(y.sum(), trainable)[0].any()
 
 
 def test_batch_norm_in_mixed_precision_is_left_to_torch() -> None:
     """Half-precision activations with statistics in single precision stay in half precision."""
     x = torch.randn(3, 4, 5).bfloat16().requires_grad_()
-    with LeanOperations():
+    with EfficientOperations():
         y = F.batch_norm(x * 1.0, STATISTICS[0].float(), STATISTICS[1].float())
     assert y.dtype == torch.bfloat16
 
@@ -168,8 +168,10 @@ def test_a_product_computes_nothing_by_the_weights() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.SiLU(), nn.Flatten(), nn.Linear(64, 2))
     batch = torch.randn(2, 3, 8, 8), torch.randn(2, 2)
     options: dict[str, Any] = {"nodes": ["0"], "output": None, "batch_dim": 0, "dtype": None}
-    for lean in (True, False):
-        with open_session(model, batch, loss=lambda m, b: F.mse_loss(m(b[0]), b[1]), lean=lean, **options) as session:
+    for efficient in (True, False):
+        with open_session(
+            model, batch, loss=lambda m, b: F.mse_loss(m(b[0]), b[1]), efficient=efficient, **options
+        ) as session:
             z = torch.randn(session.operator.templates[0].numel(), 1)
             with Convolutions() as counter:
                 session.operator.remainders(0, z)
@@ -186,7 +188,7 @@ class Convolutions(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_the_users_own_functions_are_still_told_apart() -> None:
-    """Lean operations are autograd functions, but no reason to suspect a second derivative."""
+    """Efficient operations are autograd functions too, but their second derivatives need no check."""
     found = curvmon.measure(Smooth(), torch.randn(4, 3), loss=lambda m, x: m(x).square().mean(), output="")
     assert not any("custom autograd" in note for note in found.notes)
 
