@@ -55,7 +55,7 @@ CONVOLUTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 def derivatives(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, ...]:
     """Value, g^T J, and the derivative of <g^T J, z> by x and by g, for fixed g and z."""
     x = x.clone().requires_grad_()
-    y = function(x * 1.0)  # not a leaf, as behind a tap
+    y = function(x * 1.0)  # not a leaf, as after a tap
     g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
     (first,) = torch.autograd.grad(y, x, g, create_graph=True)
     z = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
@@ -92,7 +92,7 @@ def test_convolutions_and_batch_norm(name: str) -> None:
     assert compare(function, x)
 
 
-def test_what_is_not_elementwise_or_not_constant_is_left_to_torch() -> None:
+def test_unsupported_calls_are_not_replaced() -> None:
     x = torch.randn(3, 4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     even = W[2][:, :, :2, :2]
     assert not compare(lambda x: F.conv2d(x, even, padding="same"), x)  # padded on one side only
@@ -107,7 +107,7 @@ def test_what_is_not_elementwise_or_not_constant_is_left_to_torch() -> None:
     assert torch.autograd.grad(y.sum(), trainable)[0].any()
 
 
-def test_batch_norm_in_mixed_precision_is_left_to_torch() -> None:
+def test_batch_norm_in_mixed_precision_is_not_replaced() -> None:
     """Half-precision activations with statistics in single precision stay in half precision."""
     x = torch.randn(3, 4, 5).bfloat16().requires_grad_()
     with EfficientOperations():
@@ -143,12 +143,12 @@ def forward_mode(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [gradient_penalty, transformed, forward_mode])
-def test_losses_that_differentiate_or_transform_by_themselves(loss: Callable[[Any, Tensor], Tensor]) -> None:
+def test_losses_with_gradients_or_transforms_of_their_own(loss: Callable[[Any, Tensor], Tensor]) -> None:
     """Against torch's own Hessian of a network that is written out with explicit perturbations."""
     torch.manual_seed(0)
     model = Smooth().double()
     x = torch.randn(4, 3, dtype=torch.float64)
-    found = curvmon.exact(model, x, loss=loss, nodes=["first", "second"])
+    result = curvmon.exact(model, x, loss=loss, nodes=["first", "second"])
 
     def perturbed(e: Tensor) -> Tensor:
         def forward(x: Tensor) -> Tensor:
@@ -158,11 +158,11 @@ def test_losses_that_differentiate_or_transform_by_themselves(loss: Callable[[An
         return loss(forward, x)
 
     truth = torch.autograd.functional.hessian(perturbed, torch.zeros(10, dtype=torch.float64))
-    blocks = torch.cat([torch.cat([found.blocks[v, w] for w in found.nodes], 1) for v in found.nodes])
+    blocks = torch.cat([torch.cat([result.blocks[v, w] for w in result.nodes], 1) for v in result.nodes])
     torch.testing.assert_close(blocks, truth, rtol=1e-9, atol=1e-12)
 
 
-def test_a_product_computes_nothing_by_the_weights() -> None:
+def test_product_has_no_gradient_wrt_weights() -> None:
     """Two convolutions a layer and product, W u and W^T g; torch's own double backward takes one by the weights too."""
     counts = []
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.SiLU(), nn.Flatten(), nn.Linear(64, 2))
@@ -187,13 +187,13 @@ class Convolutions(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_users_own_functions_are_still_told_apart() -> None:
+def test_efficient_operations_are_not_reported_as_custom_functions() -> None:
     """Efficient operations are autograd functions too, but their second derivatives need no check."""
-    found = curvmon.measure(Smooth(), torch.randn(4, 3), loss=lambda m, x: m(x).square().mean(), output="")
-    assert not any("custom autograd" in note for note in found.notes)
+    result = curvmon.measure(Smooth(), torch.randn(4, 3), loss=lambda m, x: m(x).square().mean(), output="")
+    assert not any("custom autograd" in note for note in result.notes)
 
 
-def test_a_model_that_registers_hooks_on_its_activations() -> None:
+def test_hooks_on_activations() -> None:
     """They need a tensor that requires gradients, already in the pass that finds the layers."""
 
     class Hooked(Smooth):

@@ -63,7 +63,7 @@ def test_nothing_is_missing(patched: list[str]) -> None:
     assert patched == []
 
 
-def test_nothing_is_missing_after_compilation() -> None:
+def test_nothing_is_missing_after_dynamo_replaced_init() -> None:
     """Dynamo replaces nn.Module.__init__, from which the names of instances' attributes are read."""
     mutation_guard = importlib.import_module("torch._dynamo.mutation_guard")
     mutation_guard.install_generation_tagging_init()
@@ -313,7 +313,7 @@ def test_every_symbol_has_a_check() -> None:
 
 
 @by_symbol
-def test_symbol_does_what_is_relied_upon(symbol: Symbol, patched: list[str], request: pytest.FixtureRequest) -> None:
+def test_symbol_behaves_as_expected(symbol: Symbol, patched: list[str], request: pytest.FixtureRequest) -> None:
     if "DistributedDataParallel" in symbol.path:
         request.getfixturevalue("process_group")
     EFFECTS[symbol.path]()
@@ -370,7 +370,7 @@ def truth() -> tuple[curvmon.Measurement, curvmon.Spectrum]:
 
 
 @by_symbol
-def test_a_renamed_symbol_costs_a_note(symbol: Symbol, truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_symbol_costs_a_note(symbol: Symbol, truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     renamed = f"{symbol.path}_renamed"
     monkeypatch.setattr(symbol, "path", renamed)
     monkeypatch.setattr(symbol, "older", "")
@@ -400,7 +400,7 @@ DELETABLE = [
 
 
 @pytest.mark.parametrize("path", DELETABLE)
-def test_a_deleted_symbol_costs_a_note(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleted_symbol_costs_a_note(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("torch._dynamo")
     symbol = next(symbol for symbol in TABLE if symbol.path == path)
     model, batch = network()
@@ -412,7 +412,7 @@ def test_a_deleted_symbol_costs_a_note(path: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("symbol", [patches.FUNCTORCH_STACK, patches.FORWARD_LEVEL], ids=lambda symbol: symbol.path)
-def test_efficient_operations_are_not_used_where_it_is_not_known_that_they_work(
+def test_no_efficient_operations_if_transforms_cannot_be_detected(
     symbol: Symbol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(symbol, "path", symbol.path + "_renamed")
