@@ -1,9 +1,9 @@
 """Every name in torch that is replaced during a measurement, and every private one that curvmon uses, in one table.
 
-`TABLE` says for each name why it is needed and what is lost without it. `patched(...)` walks the table: it replaces
-what is to be replaced, and returns a note for every name that the installed torch does not have. A renamed name then
-costs a note, not the measurement. No other module below curvmon/ reaches into torch; tests/isolation/test_patches.py
-checks that, and has a test for every row.
+`TABLE` says for each name why it is needed and what is lost without it. `patched(...)` walks the table: it makes the
+replacements, and yields a note for every name that the installed torch does not have. A renamed symbol costs a note,
+not the measurement. No other module below curvmon/ uses private names of torch or assigns to its attributes;
+tests/isolation/test_patches.py checks that, and has a test for every row.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ from curvmon.isolation.symbols import Symbol, Target
 
 @contextmanager
 def patched(modules: Collection[nn.Module], devices: Collection[str]) -> Iterator[list[str]]:
-    """All replacements of the table, for the life of the context. Yields a note for every missing name."""
+    """All replacements of the table, for the life of the context.
+
+    Yields a note for every name that is missing or cannot be replaced.
+    """
     target = Target(modules, devices)
-    symbols = [symbol for symbol in TABLE if symbol.applies(target)]
+    notes: list[str] = []
     with ExitStack() as stack:
-        for symbol in symbols:
-            stack.enter_context(symbol.patched())
-        yield [symbol.note() for symbol in symbols if symbol.owner() is None]
+        for symbol in TABLE:
+            if symbol.applies(target):
+                try:
+                    stack.enter_context(symbol.patched())
+                except Exception as error:  # torch has changed: measure all the same
+                    notes.append(symbol.note(error))
+        yield notes
 
 
 def _on_cuda(target: Target) -> bool:
@@ -131,6 +138,7 @@ PATCHES = [
         "torch.backends.cuda:matmul.fp32_precision",
         why=_TF32,
         missing="matrix products may be in TF32, with a relative error of 1e-3",
+        versions="2.13; new in 2.9",
         older="torch.backends.cuda:matmul.allow_tf32",
         replacement=_ieee,
         applies=_on_cuda,
@@ -139,6 +147,7 @@ PATCHES = [
         "torch.backends.cudnn:conv.fp32_precision",
         why=_TF32,
         missing="convolutions may be in TF32, with a relative error of 1e-3",
+        versions="2.13; new in 2.9",
         older="torch.backends.cudnn:allow_tf32",
         replacement=_ieee,
         applies=_on_cuda,
@@ -147,6 +156,7 @@ PATCHES = [
         "torch.backends.cudnn:rnn.fp32_precision",
         why=_TF32,
         missing="recurrent layers may be in TF32, with a relative error of 1e-3",
+        versions="2.13; new in 2.9",
         older="torch.backends.cudnn:allow_tf32",
         replacement=_ieee,
         applies=_on_cuda,

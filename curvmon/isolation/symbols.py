@@ -1,4 +1,4 @@
-"""One name in torch that curvmon depends on: where it is, whether it exists, and its replacement for a while."""
+"""A name in torch that curvmon depends on: where it is, whether it exists, and its temporary replacement."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+
+class MissingError(Exception):
+    """The installed torch does not have a symbol."""
 
 
 class Target(NamedTuple):
@@ -27,10 +31,10 @@ class Symbol:
         path: "module:attribute.attribute"; the last attribute may be one of instances, set by the class's `__init__`.
         why: what goes wrong if torch's own value is kept, or what the name is used for.
         missing: what it means for a measurement if torch does not have the name.
-        versions: of torch, in which the row was checked.
+        versions: of torch in which the row was checked.
         older: the path in earlier versions of torch.
-        replacement: from torch's own value to the one during a measurement.
-        context: or from torch's own value, a function, to a context manager that is open during a measurement.
+        replacement: takes torch's own value, returns the one during a measurement.
+        context: instead of a replacement: takes torch's own function, returns the context manager to measure in.
         applies: whether the row matters for this target.
     """
 
@@ -56,14 +60,19 @@ class Symbol:
         place = self.owner()
         return default if place is None else getattr(*place)
 
-    def note(self) -> str:
-        return f"torch {torch.__version__} has no {self.path.replace(':', '.')}: {self.missing}"
+    def note(self, error: Exception) -> str:
+        name = self.path.replace(":", ".")
+        reason = "" if isinstance(error, MissingError) else f" as expected ({type(error).__name__}: {error})"
+        return f"torch {torch.__version__} has no {name}{reason}: {self.missing}"
 
     def patched(self) -> AbstractContextManager[Any]:
+        """The context to measure in; `MissingError` if torch does not have the name."""
         place = self.owner()
-        if place is not None and self.replacement is not None:
+        if place is None:
+            raise MissingError(self.path)
+        if self.replacement is not None:
             return replaced(place[0], **{place[1]: self.replacement(getattr(*place))})
-        return self.context(self.get()) if place is not None and self.context is not None else nullcontext()
+        return nullcontext() if self.context is None else self.context(getattr(*place))
 
 
 def _located(path: str) -> tuple[Any, str] | None:

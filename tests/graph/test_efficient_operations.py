@@ -53,7 +53,7 @@ CONVOLUTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 
 
 def derivatives(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, ...]:
-    """Value, g^T J, and the derivative of <g^T J, z> by x and by g, for fixed g and z."""
+    """Value, g^T J, and the derivatives of <g^T J, z> w.r.t. x and g, for fixed g and z."""
     x = x.clone().requires_grad_()
     y = function(x * 1.0)  # not a leaf, as after a tap
     g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -125,7 +125,7 @@ class Smooth(nn.Module):
 
 
 def gradient_penalty(model: Any, x: Tensor) -> Tensor:
-    """Differentiates by itself: H then has third derivatives of the activations in it."""
+    """Takes a gradient itself: H then contains third derivatives of the activations."""
     x = x.clone().requires_grad_()
     y = model(x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -163,7 +163,7 @@ def test_losses_with_gradients_or_transforms_of_their_own(loss: Callable[[Any, T
 
 
 def test_product_has_no_gradient_wrt_weights() -> None:
-    """Two convolutions a layer and product, W u and W^T g; torch's own double backward takes one by the weights too."""
+    """Two convolutions per layer and product, W u and W^T g; torch has a third, w.r.t. the weights."""
     counts = []
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.SiLU(), nn.Flatten(), nn.Linear(64, 2))
     batch = torch.randn(2, 3, 8, 8), torch.randn(2, 2)

@@ -1,4 +1,4 @@
-"""What can be differentiated twice only after a change of kernel or mode is measured all the same."""
+"""Models whose second derivatives need another kernel or mode: attention, checkpoints, compilation, weight norm, …"""
 
 from __future__ import annotations
 

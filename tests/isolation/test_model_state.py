@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("run", [curvmon.measure, curvmon.exact])
 
 
 class Stateful(nn.Module):
-    """Everything that a forward pass can move."""
+    """Everything that a forward pass can change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ def exact_resonance(model: nn.Module, batch: Batch, loss: Callable[..., Tensor])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("number", [sharpness, resonance, exact_resonance])
 def test_second_thread_waits_for_first(number: Callable[..., float], shared: bool, batch: Batch) -> None:
-    """A waits a while for B to be inside, B until A has left: overlapping, B would put back what A had replaced."""
+    """A waits for B to start, B for A to end. If they overlapped, B would restore the replacements of A."""
     first_inside, second_inside, first_left, met, waited = (threading.Event() for _ in range(5))
 
     def first_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -26,7 +26,7 @@ from curvmon.graph.taps import tapped_forward
 from curvmon.isolation import patches
 from curvmon.isolation.collectives import CollectiveError, collectives_refused
 from curvmon.isolation.patches import COLLECTIVES, CONVOLUTION_NODE, ERROR_NODE, PATCHES, TABLE
-from curvmon.isolation.symbols import Symbol
+from curvmon.isolation.symbols import MissingError, Symbol
 
 PACKAGE = Path(curvmon.__file__).parent
 by_symbol = pytest.mark.parametrize("symbol", TABLE, ids=lambda symbol: symbol.path)
@@ -377,7 +377,7 @@ def test_renamed_symbol_costs_a_note(symbol: Symbol, truth: Any, monkeypatch: py
     monkeypatch.setattr(symbol, "applies", lambda target: True)
     for result, expected in zip(measured(), truth):
         new = [note for note in result.notes if note not in expected.notes]
-        assert symbol.note() in new and renamed.replace(":", ".") in symbol.note() and symbol.missing in symbol.note()
+        assert new == [f"torch {torch.__version__} has no {renamed.replace(':', '.')}: {symbol.missing}", *new[1:]]
     measurement, spectrum = measured()
     if symbol is patches.TENSOR_VERSION:  # another output, so other nodes
         assert any("splits at the probabilities" in note for note in measurement.notes)
@@ -407,8 +407,20 @@ def test_deleted_symbol_costs_a_note(path: str, monkeypatch: pytest.MonkeyPatch)
     place = symbol.owner()
     assert place is not None
     monkeypatch.delattr(*place)
-    assert symbol.note() in curvmon.measure(model, batch, loss=loss).notes
-    assert symbol.note() in curvmon.spectrum(model, batch, loss=loss, k=1).notes
+    note = symbol.note(MissingError())
+    assert note in curvmon.measure(model, batch, loss=loss).notes
+    assert note in curvmon.exact(model, batch, loss=loss).notes
+    assert note in curvmon.spectrum(model, batch, loss=loss, k=1).notes
+
+
+def test_changed_symbol_costs_a_note(truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another signature, or a setting that is read only."""
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda: None)
+    monkeypatch.setattr(torch.nn.attention, "SDPBackend", None)
+    for result, expected in zip(measured(), truth):
+        new = [note for note in result.notes if note not in expected.notes]
+        assert len(new) == 1 and "has no torch.nn.attention.sdpa_kernel as expected (TypeError: " in new[0]
+    assert torch.equal(measured()[0].resonance, truth[0].resonance)
 
 
 @pytest.mark.parametrize("symbol", [patches.FUNCTORCH_STACK, patches.FORWARD_LEVEL], ids=lambda symbol: symbol.path)

@@ -1,4 +1,4 @@
-"""What a step reaches through its Trainer: the stage, learning rates, schedules, counters. None of it moves."""
+"""What a step can change through its Trainer (stage, learning rates, schedules, counters) is frozen."""
 
 from __future__ import annotations
 
