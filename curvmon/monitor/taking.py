@@ -11,8 +11,8 @@ from torch import Tensor
 
 from curvmon.errors import DivergedError, DoubleBackwardError, InputError, NonFiniteError
 from curvmon.integrations.lightning.training_step import Loss, silenced
-from curvmon.isolation.collectives import CollectiveError, secluded
-from curvmon.isolation.trainer_state import standing_still
+from curvmon.isolation.collectives import CollectiveError, collectives_refused
+from curvmon.isolation.trainer_state import frozen_trainer_state
 from curvmon.monitor.process_group import Ranks, same_buffers
 from curvmon.monitor.recipe import Part, Recipe, is_out_of_memory, release
 from curvmon.operators.teams import ALONE
@@ -59,11 +59,11 @@ def take(
     try:
         with ExitStack() as stack:
             stack.enter_context(same_buffers(ranks, module))
-            stack.enter_context(standing_still(trainer))
+            stack.enter_context(frozen_trainer_state(trainer))
             stack.enter_context(silenced(trainer, module))
             # Trainer(detect_anomaly=True) would print tracebacks of passes that are tried and given up on purpose
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
-            stack.enter_context(secluded(ranks.world))
+            stack.enter_context(collectives_refused(ranks.world))
             prepared = True
             measurement = _pairs(recipe, module, batches, loss, ranks, share)
             spectrum, part = None, "spectrum"

@@ -225,19 +225,19 @@ def unprepared(rank: int) -> Callable[[World], dict[str, Any]]:
     """One process fails before the first measurement has begun there; the others are about to divide its products."""
 
     def scenario(world: World) -> dict[str, Any]:
-        original = taking.standing_still
+        original = taking.frozen_trainer_state
         monitor = CurvatureMonitor(initial=False, eigenvalues=0)
 
-        def standing_still(trainer: Any) -> Any:
+        def frozen_trainer_state(trainer: Any) -> Any:
             if monitor._validations == 1 and world.rank == rank:
                 raise RuntimeError("not prepared")
             return original(trainer)
 
-        taking.standing_still = standing_still
+        taking.frozen_trainer_state = frozen_trainer_state
         try:
             return world.fit(Lit(), monitor, epochs=2)
         finally:
-            taking.standing_still = original
+            taking.frozen_trainer_state = original
 
     return scenario
 

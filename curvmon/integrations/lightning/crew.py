@@ -14,7 +14,7 @@ from curvmon.errors import CurvmonError
 from curvmon.operators.node_blocks import GraphOperator, Products
 from curvmon.operators.teams import Requests
 
-# bound at import: a measurement replaces the names in torch.distributed (see `secluded`); some builds have none of them
+# bound at import: a measurement replaces the names in torch.distributed; some builds have none of them
 all_gather_object: Any = getattr(dist, "all_gather_object", None)
 broadcast_object_list: Any = getattr(dist, "broadcast_object_list", None)
 gather_object: Any = getattr(dist, "gather_object", None)
