@@ -13,33 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from curvmon.alerts.features import Family, Move, Watched, watched
+from curvmon.alerts.features import Family, Move, Watched, alert_spec, watched
 from curvmon.alerts.forecast import Expectation, Surprise
 from curvmon.records import Snapshot
 
-THRESHOLDS: Mapping[Family, tuple[float, float]] = {
-    "level": (6.0, 6.0),
-    "profile": (4.5, 3.2),
-    "contrast": (4.5, 3.2),
-    "coupling": (8.0, 4.0),
-    "stable_rank": (9.0, 4.0),
-    "gn_gap": (6.0, 3.0),
-    "lambda_1": (6.0, 6.0),
-    "loss": (9.0, 9.0),
-}
-"""standard deviations of the most surprised member of a family, and of the root mean square of all. Chosen on tuning
-runs (`benchmarks/alerts.py`): what one sample can move by itself, the loss and the stable rank, needs more"""
-MATTERS: Mapping[Family, float] = {
-    "level": 0.4,
-    "profile": 0.25,
-    "contrast": 0.25,
-    "coupling": 0.05,
-    "stable_rank": 0.25,
-    "gn_gap": 0.4,
-    "lambda_1": 0.4,
-    "loss": 0.4,
-}
-"""smaller changes are none, however exactly they are known; all are of logarithms"""
 PAST, FADING = 20, 0.95
 """how many seeming changes are remembered, and what one still counts after one more measurement"""
 MOST = 30.0
@@ -51,7 +28,7 @@ class Vigilance:
     """When a change of many series is told."""
 
     caution: float = 1.65
-    """a factor of all `THRESHOLDS`"""
+    """a factor of all thresholds of the metric registry"""
     per_doubling: float = 0.06
     """by how much the threshold of the most surprised one grows with every doubling of a family's size beyond four,
     relatively"""
@@ -166,13 +143,13 @@ class Watch:
         return {family: self._of_family(family, members) for family, members in families.items()}
 
     def _of_family(self, family: Family, members: list[Surprise]) -> float:
-        if not any(abs(s.size) > MATTERS[family] for s in members):
+        spec = alert_spec(family)
+        if not any(abs(s.size) > spec.smallest_change for s in members):
             return 0.0
-        alone, together = THRESHOLDS[family]
-        alone *= 1 + self._vigilance.per_doubling * math.log2(max(1.0, len(members) / 4))
-        most = max(s.score for s in members if abs(s.size) > MATTERS[family])
+        alone = spec.threshold * (1 + self._vigilance.per_doubling * math.log2(max(1.0, len(members) / 4)))
+        most = max(s.score for s in members if abs(s.size) > spec.smallest_change)
         mean = math.sqrt(sum(min(s.score, MOST) ** 2 for s in members) / len(members))
-        return max(most / alone, mean / together) / self._vigilance.caution
+        return max(most / alone, mean / spec.family_threshold) / self._vigilance.caution
 
     def _confirms(self, moves: Sequence[Move]) -> bool:
         """Is this measurement off in the same way as the one that waits? Both seen from what was before them."""

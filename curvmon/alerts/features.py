@@ -8,16 +8,26 @@ as such: in one layer the profile may be steady to a few percent while the level
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from curvmon.alerts.forecast import Surprise
+from curvmon.metrics.registry import AlertSpec, get, pair_metric, pair_metrics
 from curvmon.records import Measurement, Pair, Snapshot
 
-Family = Literal["level", "profile", "contrast", "coupling", "stable_rank", "gn_gap", "lambda_1", "loss"]
-LEAST_GAP = 0.02
-"""added to every GN-Gap before its logarithm is taken: below it, a gap is as good as none"""
+Family = str
+"""level, profile or contrast of the resonance, or the name of a metric in the registry"""
 LEAST_RELATIVE = 1e-30
 """of a value whose logarithm is taken"""
+
+
+def alert_spec(family: Family) -> AlertSpec:
+    """When a change of a family is significant: that of its metric, lower for the resonance of single layers."""
+    spec = pair_metric("resonance").alert if family in ("level", "profile", "contrast") else get(family).alert
+    assert spec is not None
+    if family in ("profile", "contrast"):
+        return replace(spec, threshold=4.5, family_threshold=3.2, smallest_change=0.25)
+    return spec
 
 
 class Watched(NamedTuple):
@@ -75,18 +85,15 @@ def _resonances(m: Measurement) -> list[Watched]:
 def _ratios(m: Measurement) -> list[Watched]:
     found: list[Watched] = []
     index = {name: i for i, name in enumerate(m.nodes)}
+    per_pair = [spec for spec in pair_metrics() if spec.alert is not None and spec.alert.per_pair]
+    metrics = [(spec, spec.values(m), spec.stderr(m)) for spec in per_pair]
     for pair in m.pairs():
         i, j = index[pair.row], index[pair.col]
-        if i != j:
-            found += _logarithm("coupling", str(pair), *_entry(m, "coupling", i, j))
-        found += _logarithm("stable_rank", str(pair), *_entry(m, "stable_rank", i, j))
-        gap, error = _entry(m, "gn_gap", i, j)
-        found += _logarithm("gn_gap", str(pair), gap + LEAST_GAP, error)
+        for spec, values, errors in metrics:
+            if spec.alert is not None and not (spec.unit_diagonal and i == j):
+                value = values[i, j].item() + spec.alert.offset
+                found += _logarithm(spec.name, str(pair), value, errors[i, j].item())
     return found
-
-
-def _entry(m: Measurement, metric: str, i: int, j: int) -> tuple[float, float]:
-    return getattr(m, metric)[i, j].item(), m.stderr[metric][i, j].item()
 
 
 def _logarithm(family: Family, where: str, value: float, stderr: float) -> list[Watched]:

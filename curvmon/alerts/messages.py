@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from curvmon.alerts.context import BUFFERS, LOSS, OPERATIONS, RATE, WEIGHTS, Cause
-from curvmon.alerts.features import Family, Move, straddling
+from curvmon.alerts.features import Family, Move, alert_spec, straddling
+from curvmon.metrics.registry import get, pair_metric, pair_metric_names
 from curvmon.records import Alert, Pair, Snapshot
 
 EVERYWHERE = "all pairs"
@@ -22,29 +23,6 @@ STANDING_OUT = 1.5
 
 VISIBLE = 1.2
 """by this factor two numbers differ visibly"""
-
-_NAMES: Mapping[str, str] = {
-    "resonance": "resonance",
-    "coupling": "coupling",
-    "stable_rank": "stable rank",
-    "gn_gap": "GN-Gap",
-    "hessian": "top eigenvalue",
-    "loss": "loss of the probe batch",
-}
-_MEANING: Mapping[tuple[str, bool], str] = {
-    ("resonance", True): "these layers bend the loss more strongly, steps overshoot sooner",
-    ("resonance", False): "curvature between these layers faded, gradients may have stopped passing",
-    ("coupling", True): "these layers now move the loss together",
-    ("coupling", False): "a path between these layers no longer carries curvature",
-    ("stable_rank", True): "curvature spread to more directions",
-    ("stable_rank", False): "curvature collapsed to fewer directions",
-    ("gn_gap", True): "Gauss-Newton misses more of the curvature, activations bend where they did not",
-    ("gn_gap", False): "Gauss-Newton sees more of the curvature than before",
-    ("hessian", True): "the loss became sharper along its sharpest direction",
-    ("hessian", False): "the loss became flatter along its sharpest direction",
-    ("loss", True): "the network forgets what it had learned",
-    ("loss", False): "the network learned something at once",
-}
 
 
 class Place(NamedTuple):
@@ -131,7 +109,7 @@ def _reading(family: Family, moves: Sequence[Move], place: Place, before: Snapsh
     if family == "lambda_1":
         values = [math.nan if s is None or s.spectrum is None else s.spectrum.sharpness for s in (before, now)]
         return Reading("hessian", "lambda_1" if place.node is None else str(place.pairs[0]), *values)
-    metric = family if family in ("coupling", "stable_rank", "gn_gap") else "resonance"
+    metric = family if family in pair_metric_names() else "resonance"
     members = {move.where: move.surprise.score for move in moves if move.family == family}
     moved = sum(score > MOVED for score in members.values())
     if (metric == "resonance" and (family == "level" or place.node is None)) or (
@@ -148,7 +126,9 @@ def _message(reading: Reading, place: Place, causes: Sequence[Cause], moves: Seq
     metric, up = reading.metric, reading.after > reading.before
     at = f" {reading.where}" if metric not in ("loss", "hessian") else ""
     moved = f"{'rose' if up else 'fell'} from {reading.before:.3g} to {reading.after:.3g}"
-    parts = [f"{_NAMES[metric]}{at} {moved}: {_MEANING[metric, up]}"]
+    spec = get("lambda_1" if metric == "hessian" else metric)
+    means = alert_spec(spec.name)
+    parts = [f"{spec.title}{at} {moved}: {means.rise if up else means.fall}"]
     if place.node is None:
         parts.append("throughout the network")
     else:
@@ -198,15 +178,14 @@ def _value(snapshot: Snapshot | None, metric: str, where: str) -> float:
         i, j = (found.nodes.index(name) for name in where.split("--", 1))
     except ValueError:  # other nodes then
         return math.nan
-    value: float = getattr(found, metric)[i, j].item()
-    return value
+    return pair_metric(metric).values(found)[i, j].item()
 
 
 def _mean(snapshot: Snapshot | None, metric: str) -> float:
     """Over all pairs; of resonances, geometric."""
     if snapshot is None or snapshot.measurement is None:
         return math.nan
-    values = getattr(snapshot.measurement, metric)
+    values = pair_metric(metric).values(snapshot.measurement)
     values = values[values.isfinite()]
     if metric != "resonance":
         return float(values.mean())

@@ -32,6 +32,12 @@ class Pair(NamedTuple):
         return f"{self.row}--{self.col}"
 
 
+def mean_by_distance(matrix: Tensor) -> Tensor:
+    """Mean of the finite entries (i, i + d) of an (n, n) matrix for d = 0, 1, …, n-1; NaN where there is none."""
+    finite = matrix.where(matrix.isfinite(), math.nan)
+    return torch.stack([torch.diagonal(finite, d).nanmean() for d in range(len(matrix))])
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Measurement:
     """Curvature between the layers of one network on one batch.
@@ -70,9 +76,7 @@ class Measurement:
 
     def by_distance(self, metric: Metric) -> Tensor:
         """Mean of `metric` over the pairs whose nodes are d = 0, 1, …, n-1 apart; only finite entries count."""
-        values = self._matrix(metric)
-        values = values.where(values.isfinite(), math.nan)
-        return torch.stack([torch.diagonal(values, d).nanmean() for d in range(len(self.nodes))])
+        return mean_by_distance(self._matrix(metric))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python lists and numbers; NaN and inf where the entry is."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from curvmon.metrics.registry import pair_metric
 from curvmon.records import METRICS, Measurement, Metric, Snapshot, Spectrum
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import brief, pixels, plain, short_names
@@ -172,7 +173,7 @@ def test_a_matrix_without_positive_numbers(value: float) -> None:
 def test_error_bars_are_the_standard_errors_and_the_line_is_the_mean(place: int) -> None:
     found, metric = made(5), METRICS[place]
     axis = figures.by_distance(found).axes[place]
-    assert axis.get_title() == figures.TITLES[metric]
+    assert axis.get_title() == pair_metric(metric).heading
     (bars,) = axis.containers
     points, _, (sticks,) = bars.lines
     rows, columns = torch.triu_indices(5, 5)
@@ -218,7 +219,7 @@ def test_zeros_on_a_logarithmic_scale_are_triangles_at_its_edge() -> None:
 
 def test_only_the_metrics_that_are_asked_for() -> None:
     axes = figures.by_distance(made(3), metrics=["stable_rank", "resonance"]).axes
-    assert [axis.get_title() for axis in axes] == [figures.TITLES["stable_rank"], figures.TITLES["resonance"]]
+    assert [axis.get_title() for axis in axes] == [pair_metric(name).heading for name in ("stable_rank", "resonance")]
     colours = [next(line for line in axis.lines if line.get_label() == "mean").get_color() for axis in axes]
     assert colours == [figures.PALETTE[2], figures.PALETTE[0]]  # a metric keeps its colour
 

@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from curvmon import CurvatureMonitor
 from curvmon.records import METRICS
 from curvmon.reporting import figures
-from curvmon.reporting.loggers import PICTURES
+from curvmon.reporting.keys import picture_keys
 from curvmon.reporting.scalars import scalars
 from tests.helpers.logger_readers import Pictures, Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
 
+PICTURES = picture_keys()
 BATCHES, EPOCHS = 4, 3
 STEPS = [0, 3, 7, 11]
 """before training, and the last step of each epoch: where Lightning logs validation metrics"""

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from curvmon.records import METRICS
-from curvmon.reporting.loggers import PICTURES
+from curvmon.reporting.keys import picture_keys
 from curvmon.reporting.scalars import scalars
 from curvmon.reporting.wandb_workspace import wandb_workspace
 from tests.reporting.test_figures import made, seen
+
+PICTURES = picture_keys()
 
 
 def keys() -> list[str]:

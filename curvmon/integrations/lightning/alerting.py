@@ -13,6 +13,7 @@ from curvmon.integrations.lightning.training_signals import Pace
 from curvmon.monitor.process_group import Ranks
 from curvmon.records import Alert, Snapshot
 from curvmon.reporting.alert_delivery import act, deliver
+from curvmon.reporting.keys import ALERT, Keys
 
 
 class Alerting:
@@ -24,7 +25,7 @@ class Alerting:
         self._rules = rules if isinstance(rules, AlertRules) else None
         self._alarms = Alarms(self._rules) if rules else None
         self._on_alert = on_alert
-        self._key = f"{log_key_prefix}curvmon/alert"
+        self._key = Keys(log_key_prefix)(ALERT)
         self._pace = Pace()
         self.told: list[Alert] = []
         """notices included"""

@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 
 from curvmon import CurvatureMonitor
-from curvmon.reporting import progress_bar as module
+from curvmon.reporting import console as module
 from tests.helpers.lightning_smoke import module_of
 
 
