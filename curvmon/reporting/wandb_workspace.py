@@ -17,7 +17,7 @@ def wandb_workspace(entity: str, project: str, name: str = "curvature", prefix: 
     """A `wandb_workspaces.workspaces.Workspace` for runs of CurvatureMonitor; `.save()` puts it on the server.
 
     Args:
-        entity: user or organisation.
+        entity: user or organization.
         project: its runs are shown.
         name: of the workspace.
         prefix: the `log_key_prefix` of the monitor.

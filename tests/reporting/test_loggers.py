@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,7 +26,8 @@ from curvmon.records import METRICS
 from curvmon.reporting import figures
 from curvmon.reporting.keys import picture_keys
 from curvmon.reporting.scalars import scalars
-from tests.helpers.logger_readers import Pictures, Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
+from tests.helpers.logger_readers import Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
+from tests.helpers.recorders import PictureRecorder, Recorder
 
 PICTURES = picture_keys()
 BATCHES, EPOCHS = 4, 3
@@ -56,41 +57,6 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-class Recorder(Logger):
-    """A user's own logger, with no more than Lightning asks for."""
-
-    name, version = "recorder", "0"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: Rows = []
-        self.saved = 0
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        assert step is not None
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def save(self) -> None:
-        self.saved = len(self.rows)
-
-    def measured(self, key: str = "curvmon/seconds") -> Rows:
-        return [(step, row) for step, row in self.rows if key in row]
-
-
-class PictureRecorder(Recorder):
-    """With pictures, in the way of W&B's logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.images: Pictures = {}
-
-    def log_image(self, key: str, images: list[np.ndarray], step: int) -> None:
-        (self.images.setdefault(key, {})[step],) = images
 
 
 def fit(

@@ -13,14 +13,14 @@ from curvmon.records import METRICS
 from curvmon.reporting.keys import picture_keys
 from curvmon.reporting.scalars import scalars
 from curvmon.reporting.wandb_workspace import wandb_workspace
-from tests.reporting.test_figures import made, seen
+from tests.helpers.synthetic_records import synthetic_measurement, synthetic_spectra
 
 PICTURES = picture_keys()
 
 
 def keys() -> list[str]:
-    (snapshot,) = seen(1)
-    return list(scalars(replace(snapshot, measurement=made(3), overhead=0.01, seconds=0.1)))
+    (snapshot,) = synthetic_spectra(1)
+    return list(scalars(replace(snapshot, measurement=synthetic_measurement(3), overhead=0.01, seconds=0.1)))
 
 
 @pytest.fixture(params=["", "fold.1/"])
