@@ -1,4 +1,4 @@
-"""Facts about the pictures: scales, names, error bars, colours, nothing cut off; and drawing leaves nothing behind."""
+"""Figures: scales, names, error bars, colours, nothing cut off; and drawing changes no global state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn(figure: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_scale_of_the_colours(metric: Metric) -> None:
+def test_heatmap_colour_scale(metric: Metric) -> None:
     found = synthetic_measurement(6)
     (image,) = figures.heatmap(found, metric).axes[0].images
     matrix = getattr(found, metric)
@@ -53,7 +53,7 @@ def test_scale_of_the_colours(metric: Metric) -> None:
     assert image.get_cmap().name == "viridis"
 
 
-def test_names_of_the_nodes_are_on_the_axes() -> None:
+def test_heatmap_axes_have_node_names() -> None:
     names = ["stem", "layer1", "layer2.conv"]
     axes = figures.heatmap(synthetic_measurement(3, names), "resonance").axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == names
@@ -61,20 +61,20 @@ def test_names_of_the_nodes_are_on_the_axes() -> None:
     assert axes.get_ylim() == (2.5, -0.5)  # the first on top
 
 
-def test_what_all_names_share_is_told_once() -> None:
+def test_heatmap_common_part_of_names_is_the_footer() -> None:
     figure = figures.heatmap(synthetic_measurement(6, LONG), "resonance")
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list("012345")
     assert "model.encoder.layers.*.self_attn.out_proj" in [text.get_text() for text in figure.texts]
 
 
-def test_cells_have_their_numbers_where_there_is_room() -> None:
+def test_heatmap_cells_have_numbers_up_to_ten_nodes() -> None:
     found = synthetic_measurement(3)
     texts = {tuple(t.get_position()): t.get_text() for t in figures.heatmap(found, "resonance").axes[0].texts}
     assert texts == {(j, i): brief(found.resonance[i, j].item()) for i in range(3) for j in range(3)}
     assert len(figures.heatmap(synthetic_measurement(24), "resonance").axes[0].texts) == 0
 
 
-def test_colours_of_cells_without_a_finite_number() -> None:
+def test_heatmap_colours_of_nan_zero_and_infinity() -> None:
     gap = synthetic_measurement(4).gn_gap.clone()
     gap[0, 1], gap[1, 0], gap[2, 2], gap[3, 3] = math.nan, math.nan, 0.0, math.inf
     figure = figures.heatmap(synthetic_measurement(4, gn_gap=gap), "gn_gap")
@@ -93,7 +93,7 @@ def test_colours_of_cells_without_a_finite_number() -> None:
     assert texts[3, 3] == ("∞", "black")
 
 
-def test_a_zero_has_a_colour_of_its_own() -> None:
+def test_heatmap_zero_has_its_own_colour() -> None:
     gap = torch.tensor([[0.6, 0.0], [0.0, 0.9]], dtype=torch.float64)
     (image,) = figures.heatmap(synthetic_measurement(2, gn_gap=gap), "gn_gap").axes[0].images
     assert image.norm.vmin <= 0.3 and image.norm.vmax == 0.9
@@ -103,7 +103,7 @@ def test_a_zero_has_a_colour_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan], ids=["all zero", "all NaN"])
-def test_a_matrix_without_positive_numbers(value: float) -> None:
+def test_heatmap_without_positive_numbers_is_linear(value: float) -> None:
     gap = torch.full((3, 3), value, dtype=torch.float64)
     figure = figures.heatmap(synthetic_measurement(3, gn_gap=gap), "gn_gap")
     assert type(figure.axes[0].images[0].norm).__name__ == "Normalize"
@@ -115,7 +115,7 @@ def test_a_matrix_without_positive_numbers(value: float) -> None:
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_error_bars_are_the_standard_errors_and_the_line_is_the_mean(place: int) -> None:
+def test_by_distance_error_bars_and_mean(place: int) -> None:
     found, metric = synthetic_measurement(5), METRICS[place]
     axis = figures.by_distance(found).axes[place]
     assert axis.get_title() == pair_metric(metric).heading
@@ -132,7 +132,7 @@ def test_error_bars_are_the_standard_errors_and_the_line_is_the_mean(place: int)
     assert axis.get_yscale() == ("log" if metric in ("resonance", "gn_gap") else "linear")
 
 
-def test_undefined_entries_are_left_out_and_told() -> None:
+def test_by_distance_skips_undefined_entries() -> None:
     nothing = torch.full((3, 3), math.nan, dtype=torch.float64)
     resonance = synthetic_measurement(3).resonance.clone()
     resonance[0, 2] = resonance[2, 0] = math.nan
@@ -141,14 +141,14 @@ def test_undefined_entries_are_left_out_and_told() -> None:
     assert len(axes[0].containers[0].lines[0].get_xdata()) == 5 and not axes[0].texts
 
 
-def test_a_gap_of_zero_is_shown() -> None:
+def test_by_distance_shows_a_gap_of_zero() -> None:
     axis = figures.by_distance(synthetic_measurement(3, gn_gap=torch.zeros(3, 3, dtype=torch.float64))).axes[3]
     low, high = axis.get_ylim()
     assert axis.get_yscale() == "linear" and low < 0 < high
     assert axis.containers[0].lines[0].get_ydata().tolist() == [0.0] * 6
 
 
-def test_zeros_on_a_logarithmic_scale_are_triangles_at_its_edge() -> None:
+def test_by_distance_zeros_on_log_scale_are_triangles() -> None:
     gap = synthetic_measurement(4).gn_gap.clone()
     gap[3], gap[:, 3] = 0.0, 0.0
     figure = figures.by_distance(synthetic_measurement(4, gn_gap=gap))
@@ -162,7 +162,7 @@ def test_zeros_on_a_logarithmic_scale_are_triangles_at_its_edge() -> None:
     assert "triangles" not in figures.by_distance(synthetic_measurement(4)).get_suptitle()
 
 
-def test_only_the_metrics_that_are_asked_for() -> None:
+def test_by_distance_selected_metrics_keep_their_colours() -> None:
     axes = figures.by_distance(synthetic_measurement(3), metrics=["stable_rank", "resonance"]).axes
     assert [axis.get_title() for axis in axes] == [pair_metric(name).heading for name in ("stable_rank", "resonance")]
     colours = [next(line for line in axis.lines if line.get_label() == "mean").get_color() for axis in axes]
@@ -176,7 +176,7 @@ def lines_of(figure: Any) -> dict[str, list[float]]:
     return {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
 
 
-def test_lines_of_the_spectrum() -> None:
+def test_spectrum_lines() -> None:
     snapshots = synthetic_spectra(4, rise=1.2)
     figure = figures.spectrum_over_time(snapshots)
     top = [s.spectrum.sharpness for s in snapshots if s.spectrum is not None]
@@ -193,7 +193,7 @@ def test_lines_of_the_spectrum() -> None:
     assert all(list(line.get_xdata()) == [0, 100, 200, 300] for line in figure.axes[0].lines)
 
 
-def test_what_is_not_known_has_no_line() -> None:
+def test_spectrum_undefined_values_have_no_line() -> None:
     lines = lines_of(figures.spectrum_over_time(synthetic_spectra(3, count=1, ratio=math.nan, ggn=math.nan)))
     assert set(lines) == {"λ₁", "smallest"}
     assert "λ₂" in lines_of(figures.spectrum_over_time(synthetic_spectra(3, count=2)))
@@ -203,13 +203,13 @@ def test_what_is_not_known_has_no_line() -> None:
     ("rise", "ratio", "scale"),
     [(1.1, 0.5, "linear"), (1.1, 0.01, "symlog"), (3.0, 0.5, "symlog"), (0.3, 0.5, "symlog")],
 )
-def test_scale_of_the_spectrum(rise: float, ratio: float, scale: str) -> None:
+def test_spectrum_scale(rise: float, ratio: float, scale: str) -> None:
     """Logarithmic only where a line would be flat otherwise."""
     assert figures.spectrum_over_time(synthetic_spectra(6, rise=rise, ratio=ratio)).axes[0].get_yscale() == scale
 
 
 @pytest.mark.parametrize("rise", [1.1, 3.0])
-def test_lines_of_the_spectrum_keep_off_the_frame_and_from_the_colour_of_alerts(rise: float) -> None:
+def test_spectrum_lines_avoid_frame_and_alert_colour(rise: float) -> None:
     figure = figures.spectrum_over_time(synthetic_spectra(6, rise=rise), alerts=[300])
     drawn(figure)
     axis = figure.axes[0]
@@ -221,7 +221,7 @@ def test_lines_of_the_spectrum_keep_off_the_frame_and_from_the_colour_of_alerts(
     assert 0.02 < bottom < top < 0.98
 
 
-def test_snapshots_without_a_spectrum_and_with_fewer_eigenvalues() -> None:
+def test_spectrum_of_incomplete_snapshots() -> None:
     snapshots = [*synthetic_spectra(2, count=2), Snapshot(step=150, epoch=1), *synthetic_spectra(1, count=5)]
     figure = figures.spectrum_over_time(snapshots)
     fourth = [line for line in figure.axes[0].lines if str(line.get_label()).startswith("_")][-1]
@@ -259,7 +259,7 @@ def everything() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("name", everything())
-def test_nothing_is_cut_off_or_printed_over_something_else(name: str) -> None:
+def test_nothing_is_cut_off_or_overlaps(name: str) -> None:
     with plain():
         figure = everything()[name]()
         figure.canvas.draw()
@@ -302,11 +302,11 @@ def test_pictures_stay_small() -> None:
     assert max(drawn(figures.heatmap(synthetic_measurement(n), "resonance")).shape[0] for n in (1, 8, 24)) < 900
 
 
-def test_colours_can_be_told_apart() -> None:
+def test_colours_are_distinguishable() -> None:
     assert set(figures.PALETTE) <= OKABE_ITO and len(set(figures.PALETTE)) == len(figures.PALETTE)
 
 
-def test_a_users_style_changes_nothing_and_stays() -> None:
+def test_matplotlib_style_of_the_user_is_ignored_and_kept() -> None:
     def pictures() -> list[np.ndarray]:
         with plain():
             return [
@@ -330,7 +330,7 @@ def test_figures_do_not_accumulate() -> None:
     assert gone() is None
 
 
-def test_pyplot_is_not_imported_and_nothing_warns() -> None:
+def test_pyplot_is_not_imported() -> None:
     code = (
         "import sys\n"
         "from tests.reporting.test_figures import drawn, everything\n"
@@ -360,7 +360,7 @@ def test_short_names(names: list[str], short: list[str], shared: str) -> None:
     assert short_names(names) == (short, shared)
 
 
-def test_names_that_are_cut_stay_different() -> None:
+def test_shortened_names_stay_unique() -> None:
     short, _ = short_names(ALIKE)
     assert len(set(short)) == 6
     assert all("…" in name and len(name) < len(ALIKE[0]) for name in short)
