@@ -22,8 +22,8 @@ RESONANCE = PairMetric(
         threshold=6.0,
         family_threshold=6.0,
         smallest_change=0.4,
-        rise="the curvature between these layers grew, so optimizer steps overshoot sooner",
-        fall="the curvature between these layers faded; gradients may no longer get through",
+        rise="the loss curves more strongly between these layers, optimizer steps overshoot sooner",
+        fall="the curvature between these layers vanished, gradients may have stopped flowing",
         per_pair=False,
     ),
 )
@@ -43,7 +43,7 @@ COUPLING = PairMetric(
         threshold=8.0,
         family_threshold=4.0,
         smallest_change=0.05,
-        rise="these layers now share more of their sharp directions",
+        rise="these layers now act on the loss jointly",
         fall="a path between these layers no longer carries curvature",
     ),
 )
@@ -79,7 +79,7 @@ GN_GAP = PairMetric(
         threshold=6.0,
         family_threshold=3.0,
         smallest_change=0.4,
-        rise="Gauss-Newton misses more of the curvature than before",
+        rise="Gauss-Newton misses more of the curvature, which comes from nonlinear activations",
         fall="Gauss-Newton captures more of the curvature than before",
         offset=0.02,
     ),

@@ -120,7 +120,7 @@ SCALARS = (
             threshold=9.0,  # a single sample can change it
             family_threshold=9.0,
             smallest_change=0.4,
-            rise="the network lost part of what it had learned",
+            rise="the network is forgetting what it had learned",
             fall="the network improved abruptly",
         ),
     ),
