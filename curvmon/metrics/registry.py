@@ -6,13 +6,15 @@ To add a pair metric, write its `PairMetric` in a file of its own and add it to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from curvmon.errors import InputError
+from curvmon.errors import InputError, warn
 from curvmon.records import Measurement, Snapshot, mean_by_distance
 
 LAYERS, SPECTRUM, ALERTS, COST = "curvature between layers", "spectrum of the Hessian", "alerts", "cost"
@@ -103,15 +105,24 @@ class PairMetric(MetricSpec):
     section: str = LAYERS
 
     def values(self, measurement: Measurement) -> Tensor:
-        """(n, n), float64 on the CPU, in the order of the nodes."""
-        if self.compute is not None:
-            return self.compute(measurement)[0]
-        matrix: Tensor = getattr(measurement, self.name)
-        return matrix
+        """(n, n), float64 on the CPU, in the order of the nodes; NaN where undefined, or if `compute` raises."""
+        return self._matrices(measurement)[0]
 
     def stderr(self, measurement: Measurement) -> Tensor:
         """Standard errors of `values`."""
-        return measurement.stderr[self.name] if self.compute is None else self.compute(measurement)[1]
+        return self._matrices(measurement)[1]
+
+    def _matrices(self, measurement: Measurement) -> tuple[Tensor, Tensor]:
+        if self.compute is None:
+            return getattr(measurement, self.name), measurement.stderr[self.name]
+        n = len(measurement.nodes)
+        try:
+            values, stderr = (torch.as_tensor(m, dtype=torch.float64, device="cpu") for m in self.compute(measurement))
+            return values.reshape(n, n), stderr.reshape(n, n)
+        except Exception as error:  # a user's function must not stop a run
+            warn(f"metric {self.name!r} could not be computed ({type(error).__name__}: {error}); training goes on")
+            undefined = torch.full((n, n), math.nan, dtype=torch.float64, device="cpu")
+            return undefined, undefined
 
     def by_distance(self, measurement: Measurement) -> Tensor:
         """Mean over the pairs at distance d = 0, 1, …, n-1; only finite entries count."""

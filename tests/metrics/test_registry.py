@@ -175,5 +175,21 @@ def test_toy_metric_raises_an_alert(toy: PairMetric) -> None:
     assert alerts_of_a_jump(1.0) == []
 
 
+@pytest.mark.parametrize("compute", [lambda m: 1 / 0, lambda m: (torch.zeros(2, 3), torch.zeros(2, 3))])
+def test_metric_that_cannot_be_computed_is_undefined(compute: Any) -> None:
+    """A user's function must not stop a run, nor hide the other metrics and alerts."""
+    broken = register(replace(TOY, name="broken", compute=compute))
+    try:
+        measurement = synthetic_measurement(3)
+        with pytest.warns(UserWarning, match=r"metric 'broken' could not be computed \((ZeroDivision|Runtime)Error: "):
+            assert broken.values(measurement).isnan().all() and broken.stderr(measurement).isnan().all()
+            keys = scalars(Snapshot(step=0, epoch=0, measurement=measurement))
+            assert "coupling/mean_d1" in keys and not any(key.startswith("broken/") for key in keys)
+            assert len(figures.by_distance(measurement).axes) == 5
+            assert alerts_of_a_jump(5.0) == []
+    finally:
+        unregister("broken")
+
+
 def test_no_alert_without_the_registration() -> None:
     assert alerts_of_a_jump(5.0) == []
