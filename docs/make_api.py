@@ -153,10 +153,12 @@ def _type(annotation: Any) -> str:
 
 
 def _text(item: Any) -> str:
-    """A docstring in Markdown: examples become code blocks, arguments a list, names in them stay as they are."""
+    """A docstring in Markdown: examples become code blocks, arguments a list; attributes are in the table of fields."""
     found, code, section = [], False, ""
     for line in (inspect.getdoc(item) or "").splitlines():
-        if re.fullmatch(r"(Args|Attributes|Example|Raises|Returns):", line):
+        if line == "Attributes:" or (section == "Attributes:" and (line.startswith("    ") or not line)):
+            section = "Attributes:"
+        elif re.fullmatch(r"(Args|Example|Raises|Returns):", line):
             code = _close(found, code)
             section = line
             found += ["", f"**{line.removesuffix(':')}**", ""]
@@ -196,20 +198,28 @@ def _members(item: type) -> Iterator[str]:
 
 
 def _fields(item: type) -> dict[str, str]:
-    """Own fields of a record with their types, and the strings that stand below them in the source."""
+    """Own fields of a record with their types, and what the docstring or the string below them says."""
     if not dataclasses.is_dataclass(item):
         return {}
     found: dict[str, str] = {}
+    attributes = _attributes(inspect.getdoc(item) or "")
     (body,) = (node for node in ast.parse(inspect.getsource(item)).body if isinstance(node, ast.ClassDef))
     for node, following in zip(body.body, [*body.body[1:], ast.Pass()]):
         if isinstance(node, ast.AnnAssign):
-            text = ""
+            text = attributes.get(ast.unparse(node.target), "")
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 text = re.sub(r"\s+", " ", str(following.value.value))
             found[f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}".replace("|", "\\|")] = text.replace(
                 "|", "\\|"
             )
     return found
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """The section "Attributes" of a docstring, by name."""
+    section = re.search(r"^Attributes:\n((?:    .*\n?|\n)*)", docstring, re.MULTILINE)
+    entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section[1] if section else "", re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text) for name, text in entries}
 
 
 def _own(module: Any) -> list[tuple[str, Any]]:

@@ -42,14 +42,14 @@ def test_by_distance_is_the_mean_over_defined_pairs(measurement: curvmon.Measure
         measurement.by_distance("sharpness")  # type: ignore[arg-type]
 
 
-def test_to_dict_is_plain(measurement: curvmon.Measurement) -> None:
+def test_to_dict_is_json(measurement: curvmon.Measurement) -> None:
     restored = json.loads(json.dumps(measurement.to_dict()))
     assert restored["nodes"] == ["stem", "body", "head"]
     assert restored["resonance"][0][1] == 1.0 and restored["stderr"]["coupling"][1][1] == 0.02
     assert restored["hvps"] == 12 and restored["notes"] == ["stem--head: zero"]
 
 
-def test_the_table_names_pairs_values_errors_and_notes(measurement: curvmon.Measurement) -> None:
+def test_str_has_pairs_values_errors_and_notes(measurement: curvmon.Measurement) -> None:
     lines = str(measurement).splitlines()
     assert lines[0] == "Measurement: 3 nodes, loss 0.25, 12 products, 0.5 s"
     assert lines[1].split() == ["row", "col", *METRICS]
@@ -71,11 +71,11 @@ def test_the_table_names_pairs_values_errors_and_notes(measurement: curvmon.Meas
         (0.5, 3.0, "0.5 ±3"),
     ],
 )
-def test_cells(value: float, error: float, text: str) -> None:
+def test_with_error(value: float, error: float, text: str) -> None:
     assert with_error(value, error) == text
 
 
-def test_records_are_frozen_and_travel(measurement: curvmon.Measurement) -> None:
+def test_records_are_frozen_and_picklable(measurement: curvmon.Measurement) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         measurement.hvps = 3  # type: ignore[misc]
     for twin in (copy.deepcopy(measurement), pickle.loads(pickle.dumps(measurement))):

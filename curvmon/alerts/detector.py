@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from curvmon.alerts.cusum import Cusum
 from curvmon.alerts.features import Family, Feature, FeatureDeviation
 from curvmon.alerts.forecast import Deviation, Forecast
+from curvmon.metrics.registry import get
 
 
 class Thresholds(NamedTuple):
@@ -33,18 +34,6 @@ class Thresholds(NamedTuple):
     """smaller changes of the feature do not matter, however precisely they are measured"""
 
 
-_THRESHOLDS: Mapping[Family, Thresholds] = {
-    "level": Thresholds(6.0, 6.0, 0.4),
-    "profile": Thresholds(4.5, 3.2, 0.25),
-    "contrast": Thresholds(4.5, 3.2, 0.25),
-    "coupling": Thresholds(8.0, 4.0, 0.05),
-    "stable_rank": Thresholds(9.0, 4.0, 0.25),
-    "gn_gap": Thresholds(6.0, 3.0, 0.4),
-    "lambda_1": Thresholds(6.0, 6.0, 0.4),
-    "loss": Thresholds(9.0, 9.0, 0.4),
-}
-"""Chosen on tuning runs (`benchmarks/alerts.py`): a single sample can change the loss and the stable rank, whose
-thresholds are higher. All features are logarithms: 0.4 is a factor of 1.5."""
 REJECTED_KEPT, REJECTED_DECAY = 20, 0.95
 """how many rejected candidates are remembered, and the decay of their weight per measurement"""
 MOST_IN_MEAN, MOST_IN_COSINE = 30.0, 10.0
@@ -52,7 +41,12 @@ MOST_IN_MEAN, MOST_IN_COSINE = 30.0, 10.0
 
 
 def thresholds_of(family: Family) -> Thresholds:
-    return _THRESHOLDS[family]
+    """Those of the metric, lower for the resonance of single layers."""
+    if family in ("profile", "contrast"):
+        return Thresholds(4.5, 3.2, 0.25)
+    alert = get("resonance" if family == "level" else family).alert
+    assert alert is not None
+    return Thresholds(alert.threshold, alert.family_threshold, alert.smallest_change)
 
 
 @dataclass(frozen=True)

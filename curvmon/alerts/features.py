@@ -11,27 +11,13 @@ import math
 from typing import NamedTuple
 
 from curvmon.alerts.forecast import Deviation
+from curvmon.metrics.registry import pair_metrics
 from curvmon.records import Measurement, Pair, Snapshot
 
 Family = str
-"""level, profile or contrast of the resonance, a pair metric, lambda_1, loss"""
+"""level, profile or contrast of the resonance, or the name of a metric in the registry"""
 
 
-class PairFeatures(NamedTuple):
-    """How the values of a pair metric become features: log(value + offset)."""
-
-    metric: str
-    offset: float = 0.0
-    """values far below it do not differ"""
-    diagonal: bool = True
-    """also of a node with itself"""
-
-
-PAIR_FEATURES = (
-    PairFeatures("coupling", diagonal=False),
-    PairFeatures("stable_rank"),
-    PairFeatures("gn_gap", offset=0.02),
-)
 NETWORK_FAMILIES = ("lambda_1", "loss")
 """which do not depend on the choice of nodes"""
 MIN_VALUE = 1e-30
@@ -94,12 +80,16 @@ def _resonance_features(m: Measurement) -> list[Feature]:
 def _pair_features(m: Measurement) -> list[Feature]:
     features: list[Feature] = []
     index = {name: i for i, name in enumerate(m.nodes)}
+    metrics = [
+        (spec, spec.alert.offset, spec.values(m), spec.stderr(m))
+        for spec in pair_metrics()
+        if spec.alert is not None and spec.alert.per_pair
+    ]
     for pair in m.pairs():
         i, j = index[pair.row], index[pair.col]
-        for metric, offset, diagonal in PAIR_FEATURES:
-            if diagonal or i != j:
-                value, stderr = getattr(m, metric)[i, j].item(), m.stderr[metric][i, j].item()
-                features += _logarithm(metric, str(pair), value + offset, stderr)
+        for spec, offset, values, stderr in metrics:
+            if i != j or not spec.unit_diagonal:
+                features += _logarithm(spec.name, str(pair), values[i, j].item() + offset, stderr[i, j].item())
     return features
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from curvmon.alerts.context import BUFFERS, LEARNING_RATE, OPERATIONS, TRAINING_LOSS, WEIGHTS, Cause
-from curvmon.alerts.features import PAIR_FEATURES, Family, FeatureDeviation, pairs_across
+from curvmon.alerts.features import Family, FeatureDeviation, pairs_across
+from curvmon.metrics.registry import get, pair_metric, pair_metric_names
 from curvmon.records import Alert, Pair, Snapshot
 
 ALL_PAIRS = "all pairs"
@@ -21,26 +22,6 @@ STANDS_OUT = 1.5
 """times the median deviation of all layers: the layer where an event is"""
 VISIBLE = 1.2
 """two values that differ by this factor differ visibly"""
-
-_TITLES: Mapping[str, str] = {
-    "gn_gap": "GN-Gap",
-    "hessian": "top eigenvalue",
-    "loss": "loss of the probe batch",
-}
-_MEANINGS: Mapping[tuple[str, bool], str] = {
-    ("resonance", True): "the loss curves more strongly between these layers, optimizer steps overshoot sooner",
-    ("resonance", False): "the curvature between these layers vanished, gradients may have stopped flowing",
-    ("coupling", True): "these layers now act on the loss jointly",
-    ("coupling", False): "a path between these layers no longer carries curvature",
-    ("stable_rank", True): "the curvature spread to more directions",
-    ("stable_rank", False): "the curvature collapsed to fewer directions",
-    ("gn_gap", True): "Gauss-Newton misses more of the curvature, which comes from nonlinear activations",
-    ("gn_gap", False): "Gauss-Newton captures more of the curvature than before",
-    ("hessian", True): "the loss became sharper along its sharpest direction",
-    ("hessian", False): "the loss became flatter along its sharpest direction",
-    ("loss", True): "the network is forgetting what it had learned",
-    ("loss", False): "the network improved abruptly",
-}
 
 
 class Location(NamedTuple):
@@ -135,7 +116,7 @@ def _reported_change(
     if family == "lambda_1":
         where = "lambda_1" if location.node is None else str(location.pairs[0])
         return ReportedChange("hessian", where, _sharpness(before), _sharpness(now))
-    metric = family if any(family == spec.metric for spec in PAIR_FEATURES) else "resonance"
+    metric = family if family in pair_metric_names() else "resonance"
     scores = {d.where: d.deviation.score for d in deviations if d.family == family}
     affected = sum(score > AFFECTED for score in scores.values())
     if (metric == "resonance" and (family == "level" or location.node is None)) or (
@@ -158,8 +139,9 @@ def _message(
     metric, up = change.metric, change.after > change.before
     at = f" {change.where}" if metric not in ("loss", "hessian") else ""
     values = f"{'rose' if up else 'fell'} from {change.before:.3g} to {change.after:.3g}"
-    title, meaning = _TITLES.get(metric, metric.replace("_", " ")), _MEANINGS.get((metric, up))
-    parts = [f"{title}{at} {values}" + (f": {meaning}" if meaning else "")]
+    spec = get("lambda_1" if metric == "hessian" else metric)
+    assert spec.alert is not None
+    parts = [f"{spec.title}{at} {values}: {spec.alert.rise if up else spec.alert.fall}"]
     if location.node is None:
         parts.append("throughout the network")
     else:
@@ -213,15 +195,14 @@ def _value(snapshot: Snapshot | None, metric: str, where: str) -> float:
         i, j = (measurement.nodes.index(name) for name in where.split("--", 1))
     except ValueError:  # measured on other nodes
         return math.nan
-    value: float = getattr(measurement, metric)[i, j].item()
-    return value
+    return pair_metric(metric).values(measurement)[i, j].item()
 
 
 def _mean(snapshot: Snapshot | None, metric: str) -> float:
     """Over all pairs; geometric for resonances."""
     if snapshot is None or snapshot.measurement is None:
         return math.nan
-    values = getattr(snapshot.measurement, metric)
+    values = pair_metric(metric).values(snapshot.measurement)
     values = values[values.isfinite()]
     if metric != "resonance":
         return float(values.mean())

@@ -1,0 +1,24 @@
+"""The metric registry, and `MeanCurvature`, the mean of several measurements as a torchmetrics Metric."""
+
+from typing import TYPE_CHECKING, Any
+
+from curvmon.metrics.pair_metrics import COUPLING, GN_GAP, RESONANCE, STABLE_RANK
+from curvmon.metrics.registry import AlertSpec, MetricSpec, PairMetric, ScalarMetric, register, unregister
+from curvmon.metrics.scalar_metrics import SCALARS
+
+if TYPE_CHECKING:
+    from curvmon.metrics.mean_curvature import MeanCurvature
+
+__all__ = ["AlertSpec", "MeanCurvature", "MetricSpec", "PairMetric", "ScalarMetric", "register", "unregister"]
+
+for _spec in (RESONANCE, COUPLING, STABLE_RANK, GN_GAP, *SCALARS):
+    register(_spec)
+
+
+def __getattr__(name: str) -> Any:
+    """`MeanCurvature` on first use: `import curvmon` does not need torchmetrics."""
+    if name == "MeanCurvature":
+        from curvmon.metrics.mean_curvature import MeanCurvature
+
+        return MeanCurvature
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

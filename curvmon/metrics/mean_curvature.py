@@ -1,8 +1,8 @@
-"""Measurements of several batches, on several processes, as one: a torchmetrics Metric.
+"""The mean of measurements over batches and processes: a torchmetrics Metric.
 
     R² = mean R_b²,   D = mean R_b² / mean ‖H_b‖_2²,   gap² = mean ‖T_b‖_F² / mean ‖GN_b‖_F²
 
-over batches b; C from R as always. Products are no part of it: torchmetrics runs `update` without gradients.
+over batches b, and C from R. Takes finished measurements: torchmetrics runs `update` without gradients.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ _SQUARES = ("resonance", "spectral_norm", "gn_norm", "remainder")
 
 
 class MeanCurvature(Metric):
-    """Root mean squares over batches of R, ‖H‖_2, ‖GN‖_F and ‖T‖_F, and the four metrics from them.
+    """Root mean squares over batches of R, ‖H‖_2, ‖GN‖_F and ‖T‖_F, and the four pair metrics from them.
 
-    Standard errors: of one batch its own, of several the spread between batches, which includes it. States are float64
-    whatever the precision of the module they are part of.
+    Standard errors: for one batch its own; for several from the spread between batches, which includes the errors of
+    each. States stay float64 in a module of any precision. Memory: a dozen (n, n) matrices; cost: no products.
 
     Args:
-        nodes: of the measurements to come, in their order.
-        kwargs: those of every torchmetrics Metric.
+        nodes: of the measurements to come, in execution order.
+        kwargs: of `torchmetrics.Metric`.
+
+    Raises:
+        InputError: nodes is empty, or a measurement has other nodes.
 
     Example:
         >>> import torch, curvmon
-        >>> from curvmon.metrics.mean_curvature import MeanCurvature
+        >>> from curvmon.metrics import MeanCurvature
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(),
         ...                           torch.nn.Linear(8, 2))
         >>> metric = MeanCurvature(["0", "2"])
@@ -62,7 +65,7 @@ class MeanCurvature(Metric):
         if not n:
             raise InputError("nodes is empty; pass those of the measurements to come")
         for name in _SQUARES:
-            # sums of squares, and of their squares
+            # Σ x² and Σ x⁴
             for moment in ("sum", "sum_of_squares"):
                 self.add_state(f"{name}_{moment}", torch.zeros((n, n), dtype=torch.float64), dist_reduce_fx="sum")
         for metric in METRICS:
@@ -71,19 +74,19 @@ class MeanCurvature(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> MeanCurvature:
-        """Follow the module to its device, not to bfloat16 (Trainer(precision="bf16-true")): errors would be lost."""
+        """Follow the module to its device, not to bfloat16 (Trainer(precision="bf16-true")), which loses the errors."""
 
-        def moved(tensor: Tensor) -> Tensor:
+        def to_device(tensor: Tensor) -> Tensor:
             try:
-                found = fn(tensor)
+                converted = fn(tensor)
             except TypeError:  # a device without float64
                 return tensor
-            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+            return converted if converted.dtype == tensor.dtype else tensor.to(converted.device)
 
-        return super()._apply(moved, *args, **kwargs)  # type: ignore[return-value]
+        return super()._apply(to_device, *args, **kwargs)  # type: ignore[return-value]
 
     def update(self, measurement: Measurement) -> None:
-        """Add one; its nodes are those of the metric."""
+        """Add a measurement of the same nodes."""
         if not isinstance(measurement, Measurement):
             raise InputError(f"MeanCurvature takes what curvmon.measure returns, not {type(measurement).__name__}")
         if measurement.nodes != self.nodes:
@@ -101,24 +104,24 @@ class MeanCurvature(Metric):
         self.seconds += measurement.seconds
 
     def compute(self) -> dict[str, Tensor]:
-        """The matrices by name, their standard errors as "stderr/resonance" and so on; NaN before any update."""
+        """(n, n) matrices by name, their standard errors as "stderr/resonance" and so on; NaN before any update."""
         return self._matrices()
 
     def _matrices(self) -> dict[str, Tensor]:
         count = int(self.count.item())
         factor = small_sample_factor(max(1, count - 1))
-        mean, error = {}, {}
+        mean, error = {}, {}  # of the squares; errors are relative
         for name in _SQUARES:
             total, squares = (getattr(self, f"{name}_{moment}") for moment in ("sum", "sum_of_squares"))
             mean[name] = total / count
             between = (squares / count - mean[name].square()).clamp_min(0) / max(1, count - 1)
-            error[name] = factor * between.sqrt() / mean[name].clamp_min(1e-300)  # relative
+            error[name] = factor * between.sqrt() / mean[name].clamp_min(1e-300)
         resonance = mean["resonance"].sqrt()
         own = resonance.diagonal()
         coupling = resonance / (own.unsqueeze(0) * own.unsqueeze(1)).sqrt()
         rank = mean["resonance"] / mean["spectral_norm"]
         gap = (mean["remainder"] / mean["gn_norm"]).sqrt()
-        half = {name: value / 2 for name, value in error.items()}  # a root has half the relative error
+        half = {name: value / 2 for name, value in error.items()}  # of a square root: half the relative error
         of_own = half["resonance"].diagonal().square() / 4
         of_coupling = (half["resonance"].square() + of_own.unsqueeze(0) + of_own.unsqueeze(1)).sqrt()
         spread = {
@@ -140,17 +143,17 @@ class MeanCurvature(Metric):
         }
 
     def measurement(self) -> Measurement:
-        """`compute` as a `Measurement`: the mean loss, the products and seconds of all, of all processes too."""
+        """`compute` as a `Measurement`, with the mean loss and the total of products and seconds over all processes."""
         n, alone = len(self.nodes), self._is_synced or not self.sync_on_compute
         with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=not alone, should_unsync=not alone):
-            found = {name: value.reshape(n, n).cpu() for name, value in self._matrices().items()}
+            matrices = {name: value.reshape(n, n).cpu() for name, value in self._matrices().items()}
             count, loss, hvps, seconds = torch.stack([self.count, self.loss, self.hvps, self.seconds]).tolist()
         if not count:
             raise InputError("nothing was measured yet")
         return Measurement(
             nodes=self.nodes,
-            **{name: value for name, value in found.items() if "/" not in name},
-            stderr={metric: found[f"stderr/{metric}"] for metric in METRICS},
+            **{name: value for name, value in matrices.items() if "/" not in name},
+            stderr={metric: matrices[f"stderr/{metric}"] for metric in METRICS},
             loss=loss / count,
             hvps=int(hvps),
             seconds=seconds,
@@ -159,25 +162,24 @@ class MeanCurvature(Metric):
         )
 
 
-def _parts(found: Measurement) -> dict[str, Tensor]:
-    """The norms; ‖T‖_F from the gap, and where there is no Gauss-Newton part, all of R."""
-    remainder = found.gn_gap * found.gn_norm
+def _parts(m: Measurement) -> dict[str, Tensor]:
+    """The norms; ‖T‖_F = gap ‖GN‖_F, or R where GN = 0."""
     return {
-        "resonance": found.resonance,
-        "spectral_norm": found.spectral_norm,
-        "gn_norm": found.gn_norm,
-        "remainder": remainder.where(found.gn_norm > 0, found.resonance),
+        "resonance": m.resonance,
+        "spectral_norm": m.spectral_norm,
+        "gn_norm": m.gn_norm,
+        "remainder": (m.gn_gap * m.gn_norm).where(m.gn_norm > 0, m.resonance),
     }
 
 
 def combined(measurements: Sequence[Measurement]) -> Measurement:
-    """One as it is; several as their root mean squares, with the notes of all."""
+    """A single measurement unchanged; several as their root mean squares, with the notes of all."""
     if len(measurements) == 1:
         return measurements[0]
-    # one process of several has all of them: a sum over processes would wait for the others
+    # called on one rank of several: a sum over ranks would wait for the others
     metric = MeanCurvature(measurements[0].nodes, sync_on_compute=False)
     for measurement in measurements:
         metric.update(measurement)
-    found = metric.measurement()
+    mean = metric.measurement()
     notes = dict.fromkeys(note for m in measurements for note in m.notes)
-    return replace(found, notes=(*found.notes, *notes), operations=measurements[0].operations)
+    return replace(mean, notes=(*mean.notes, *notes), operations=measurements[0].operations)

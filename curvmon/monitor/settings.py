@@ -9,7 +9,7 @@ from torch import nn
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import InputError
 from curvmon.graph.arguments import check_arguments, check_budget
-from curvmon.records import METRICS
+from curvmon.metrics.registry import pair_metric
 
 
 def check_settings(**arguments: Any) -> None:
@@ -26,9 +26,8 @@ def check_settings(**arguments: Any) -> None:
         raise InputError(f'data must be "val" or "train", not {arguments["data"]!r}')
     if isinstance(arguments["metrics"], str):
         raise InputError(f"metrics must be a list, [{arguments['metrics']!r}] say, not {arguments['metrics']!r}")
-    unknown = [metric for metric in arguments["metrics"] if metric not in METRICS]
-    if unknown:
-        raise InputError(f"no metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
+    for metric in arguments["metrics"]:
+        pair_metric(metric)  # raises for names that are not registered
     if not arguments["metrics"] and not arguments["eigenvalues"]:
         raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
     overhead = arguments["max_overhead"]

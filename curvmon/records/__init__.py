@@ -1,7 +1,7 @@
 """The records that curvmon returns. Frozen: a result never changes after it was measured."""
 
 from curvmon.records.events import Alert, Level, Snapshot
-from curvmon.records.measurement import METRICS, REST, ExactMeasurement, Measurement, Metric, Pair
+from curvmon.records.measurement import METRICS, REST, ExactMeasurement, Measurement, Metric, Pair, mean_by_distance
 from curvmon.records.spectrum import Density, GroupSpectrum, Spectrum
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "Pair",
     "Snapshot",
     "Spectrum",
+    "mean_by_distance",
 ]

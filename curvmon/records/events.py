@@ -1,4 +1,4 @@
-"""What happens in a run: a snapshot of everything that was measured, and the alerts it gives rise to."""
+"""Records of a run: snapshots of everything that was measured, and alerts."""
 
 from __future__ import annotations
 
@@ -14,24 +14,33 @@ Level = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Alert:
-    """Something changed abruptly, or a rule was broken."""
+    """An abrupt change of the curvature, or a rule whose condition holds.
+
+    Attributes:
+        kind: "jump", "drift", or the name of a rule.
+        metric: that changed.
+        where: a pair of layers, "stem--layer4", or a quantity, "lambda_1".
+        before: value before the change; for a rule, its threshold.
+        after: value after the change.
+        score: size of the change in standard deviations; for a rule, |value / threshold|.
+        step: when it was measured.
+        epoch: when it was measured.
+        message: what happened and what to check.
+        level: "info" for a notice, "warning" or "error" for an alert.
+        others: further pairs or quantities that the same event changed, most affected first.
+    """
 
     kind: str
-    """jump, drift, or the name of a rule"""
     metric: str
     where: str
-    """a pair of layers ("stem--layer4") or a quantity ("lambda_1")"""
     before: float
     after: float
     score: float
-    """in standard deviations; for a rule, how far beyond its threshold"""
     step: int
     epoch: int
     message: str
-    """what happened and what to look at, in plain language"""
     level: Level = "warning"
     others: tuple[str, ...] = ()
-    """further pairs or quantities that the same event changed, most affected first"""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "others": list(self.others)}
@@ -46,33 +55,41 @@ class Alert:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Everything that was measured at one moment of a run."""
+    """Everything that was measured at one step of a run.
+
+    Attributes:
+        step: on the axis of Lightning's own validation metrics.
+        epoch: of the run.
+        measurement: of the pairs of layers; None if they were not measured.
+        spectrum: without its eigenvectors, which would take the memory of many models.
+        seconds: wall-clock time of the measurement.
+        overhead: time spent on measurements so far, as a share of the training time.
+        skipped: measurements skipped so far to stay within the budget.
+        alerts: number of alerts so far in this run, those of this snapshot included.
+    """
 
     step: int
-    """on the axis of Lightning's own validation metrics"""
     epoch: int
     measurement: Measurement | None = None
     spectrum: Spectrum | None = None
-    """without its eigenvectors, which would take the memory of many models"""
     seconds: float = 0.0
     overhead: float = 0.0
-    """time spent measuring so far, as a share of the training time"""
     skipped: int = 0
-    """measurements left out so far to stay within the budget"""
     alerts: int = 0
-    """so far in this run, those of this snapshot included"""
 
     @property
     def loss(self) -> float:
-        found = self.measurement or self.spectrum
-        return float("nan") if found is None else found.loss
+        """Of the probe batch."""
+        record = self.measurement or self.spectrum
+        return float("nan") if record is None else record.loss
 
     @property
     def hvps(self) -> int:
-        return sum(found.hvps for found in (self.measurement, self.spectrum) if found is not None)
+        """Hessian-vector products that were computed."""
+        return sum(record.hvps for record in (self.measurement, self.spectrum) if record is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python: what a checkpoint can hold and `weights_only` loading accepts."""
+        """Lists, dicts, strings and numbers: what `weights_only` loading of a checkpoint accepts."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -95,5 +112,5 @@ class Snapshot:
             seconds=state["seconds"],
             overhead=state["overhead"],
             skipped=state["skipped"],
-            alerts=state.get("alerts", 0),  # before there were any
+            alerts=state.get("alerts", 0),  # absent in the checkpoints of early versions
         )

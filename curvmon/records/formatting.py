@@ -1,4 +1,4 @@
-"""Numbers as text, and matrices of numbers as tensors."""
+"""Numbers as text, nested lists of numbers as tensors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 
 def to_matrix(values: Any) -> Tensor:
+    """float64 on the CPU."""
     return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def with_error(value: float, stderr: float) -> str:
-    """`0.0312 ±0.0004`: the error with one digit, the value with as many as the error allows, five at most."""
+    """`0.0312 ±0.0004`: the error with one digit, the value with matching digits, at most five."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -24,7 +25,7 @@ def with_error(value: float, stderr: float) -> str:
         return _fixed(value, magnitude, 4)
     if not math.isfinite(stderr):
         return f"{_fixed(value, magnitude, 4)} ±{stderr}"
-    stderr = float(f"{stderr:.1g}")  # 0.098 is 0.1: one digit less for the value
+    stderr = float(f"{stderr:.1g}")  # 0.098 rounds to 0.1: one digit less for the value
     place = math.floor(math.log10(stderr))
     error = f"{stderr:.0f}" if 0 <= place <= 4 else f"{stderr:.1g}"
     return f"{_fixed(value, magnitude, max(0, magnitude - place))} ±{error}"

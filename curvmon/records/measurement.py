@@ -14,8 +14,9 @@ from curvmon.records.formatting import to_matrix, with_error
 
 Metric = Literal["resonance", "coupling", "stable_rank", "gn_gap"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
+"""the pair metrics that are fields of a `Measurement`; `curvmon.metrics` may have more, derived from them"""
 REST = "loss"
-"""in `Measurement.operations`: what is computed behind the last node"""
+"""key of `Measurement.operations` for what is computed after the last node"""
 
 
 class Pair(NamedTuple):
@@ -32,11 +33,17 @@ class Pair(NamedTuple):
         return f"{self.row}--{self.col}"
 
 
+def mean_by_distance(matrix: Tensor) -> Tensor:
+    """Mean of the finite entries (i, i + d) of an (n, n) matrix for d = 0, 1, …, n-1; NaN where there is none."""
+    finite = matrix.where(matrix.isfinite(), math.nan)
+    return torch.stack([torch.diagonal(finite, d).nanmean() for d in range(len(matrix))])
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Measurement:
     """Curvature between the layers of one network on one batch.
 
-    For nodes v, w and H[v, w] = d²L / de_v de_w (one additive perturbation per node, shared by all samples):
+    For nodes v, w and H[v, w] = d²L / de_v de_w (one additive perturbation per node, the same for all samples):
 
         resonance    R = ‖H[v, w]‖_F
         coupling     C = R(v, w) / sqrt(R(v, v) R(w, w))
@@ -46,6 +53,23 @@ class Measurement:
     All matrices are (n, n) float64 CPU tensors in the order of `nodes` (execution order) and symmetric.
     `stderr[metric]` has the standard error of every entry, such that value ± 1.96 stderr is a 95 % interval.
     An entry that is not defined is NaN, a ratio by zero is infinite, and `notes` says why.
+
+    Attributes:
+        nodes: names of the submodules whose outputs are perturbed.
+        resonance: R.
+        coupling: C; 1 on the diagonal.
+        stable_rank: D.
+        gn_gap: NaN where the output of the network is not identified.
+        stderr: standard errors by metric.
+        spectral_norm: ‖H[v, w]‖_2.
+        gn_norm: ‖GN[v, w]‖_F; NaN where the output of the network is not identified.
+        loss: of the batch, in eval mode.
+        hvps: products with H or GN that were computed.
+        seconds: wall-clock time.
+        notes: what a reader of the numbers has to know.
+        operations: by node, the operations computed between the preceding nodes and its output,
+            {"blocks.1": {"Relu": 2, "Add": 1}, …}; those after the last node under "loss". Not in `to_dict`, to keep
+            histories small; empty where not counted.
     """
 
     nodes: tuple[str, ...]
@@ -55,27 +79,19 @@ class Measurement:
     gn_gap: Tensor
     stderr: Mapping[str, Tensor]
     spectral_norm: Tensor
-    """‖H[v, w]‖_2"""
     gn_norm: Tensor
-    """‖GN[v, w]‖_F, NaN where the output of the network is not known"""
     loss: float
-    """the loss of the batch, in eval mode"""
     hvps: int
-    """products with H or GN that were spent"""
     seconds: float
     notes: tuple[str, ...] = ()
     operations: Mapping[str, Mapping[str, int]] = field(default_factory=dict, repr=False)
-    """by node, what is computed between the nodes before it and its output, {"blocks.1": {"Relu": 2, "Add": 1}, …};
-    what follows the last node under "loss". Not in `to_dict`, to keep histories small; empty where not counted"""
 
     def by_distance(self, metric: Metric) -> Tensor:
         """Mean of `metric` over the pairs whose nodes are d = 0, 1, …, n-1 apart; only finite entries count."""
-        values = self._matrix(metric)
-        values = values.where(values.isfinite(), math.nan)
-        return torch.stack([torch.diagonal(values, d).nanmean() for d in range(len(self.nodes))])
+        return mean_by_distance(self._matrix(metric))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python lists and numbers; NaN and inf where the entry is."""
+        """Python lists, dicts, strings and numbers, including NaN and inf."""
         return {
             "nodes": list(self.nodes),
             **{metric: self._matrix(metric).tolist() for metric in METRICS},
@@ -90,7 +106,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Measurement:
-        """What `to_dict` wrote."""
+        """The inverse of `to_dict`."""
         matrices = (*METRICS, "spectral_norm", "gn_norm")
         return Measurement(
             nodes=tuple(state["nodes"]),
@@ -134,9 +150,11 @@ class Measurement:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExactMeasurement(Measurement):
-    """A `Measurement` from dense float64 blocks: no standard errors, and the blocks themselves.
+    """A `Measurement` from dense float64 blocks, with standard errors of zero.
 
-    `blocks[v, w]` is H[v, w], `gauss_newton[v, w]` is GN[v, w] (d_v x d_w), for every ordered pair of node names.
+    Attributes:
+        blocks: H[v, w], (d_v, d_w), for every ordered pair of node names.
+        gauss_newton: GN[v, w], likewise.
     """
 
     blocks: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)

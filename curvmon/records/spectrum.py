@@ -15,13 +15,18 @@ from curvmon.records.formatting import to_matrix, with_error
 
 @dataclass(frozen=True, eq=False)
 class Density:
-    """Eigenvalues and their shares, as stochastic Lanczos quadrature finds them: Σ weights = 1, float64 on the CPU."""
+    """φ(t) = Σ_i w_i δ(t - λ_i) with Σ w_i = 1, from stochastic Lanczos quadrature (Ubaru, Chen and Saad, 2017).
+
+    Attributes:
+        values: λ_i; float64 on the CPU.
+        weights: w_i.
+    """
 
     values: Tensor
     weights: Tensor
 
     def smoothed(self, points: int = 400, width: float = 0.01) -> tuple[Tensor, Tensor]:
-        """A grid and the density on it; every value becomes a normal curve, `width` times the range wide."""
+        """A grid of `points` values and φ on it; every λ_i becomes a Gaussian, `width` times the range wide."""
         low, high = self.values.min().item(), self.values.max().item()
         sigma = width * ((high - low) or abs(high) or 1.0)
         grid = torch.linspace(low - 4 * sigma, high + 4 * sigma, points, dtype=torch.float64, device="cpu")
@@ -31,17 +36,25 @@ class Density:
 
 @dataclass(frozen=True, eq=False)
 class GroupSpectrum:
-    """The ends of the spectrum of a diagonal block H[v, v], v a group of parameters; as in `Spectrum`."""
+    """Extremal eigenvalues of a diagonal block H[v, v], v a group of parameters; as in `Spectrum`.
+
+    Attributes:
+        eigenvalues: the largest ones, in descending order.
+        smallest: the smallest one.
+        residuals: ‖Hv - λv‖ for each of `eigenvalues`.
+        converged: whether each residual is below the tolerance.
+        verified: a second search from another random vector returned the same eigenvalues.
+        parameters: names of the parameters in the group.
+        size: number of their entries.
+    """
 
     eigenvalues: Tensor
     smallest: float
     residuals: Tensor
     converged: Tensor
     verified: bool
-    """another random start found nothing else"""
     parameters: tuple[str, ...]
     size: int
-    """how many numbers these are"""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -56,9 +69,10 @@ class GroupSpectrum:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> GroupSpectrum:
-        known = {name: state[name] for name in ("smallest", "verified", "size")}
         return GroupSpectrum(
-            **known,
+            smallest=state["smallest"],
+            verified=state["verified"],
+            size=state["size"],
             eigenvalues=to_matrix(state["eigenvalues"]),
             residuals=to_matrix(state["residuals"]),
             converged=torch.tensor(state["converged"], dtype=torch.bool, device="cpu"),
@@ -68,60 +82,76 @@ class GroupSpectrum:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Spectrum:
-    """The ends of the spectrum of H = d²L/dθ², θ the parameters that require gradients, in the order of `parameters`.
+    """Extremal eigenvalues of H = d²L/dθ², θ the parameters that require gradients.
 
-    An eigenvalue is converged if its residual ‖Hv - λv‖ is small enough: then one of H lies that close to it.
+    An eigenvalue λ has converged if its residual ‖Hv - λv‖ is below the tolerance: H has an eigenvalue within that
+    distance of λ.
+
+    Attributes:
+        eigenvalues: the k largest ones in value, in descending order, with multiplicity; float64 on the CPU.
+        smallest: the smallest one.
+        residuals: ‖Hv - λv‖ for each of `eigenvalues`.
+        converged: whether each residual is below the tolerance.
+        smallest_converged: the same for `smallest`.
+        eigenvectors: unit columns for `eigenvalues`, (d, k), on the device of the parameters.
+        ggn_eigenvalue: the largest one of the Gauss-Newton matrix J^T S J; NaN where the output of the network is not
+            identified.
+        ggn_error: |λ_1 - ggn_eigenvalue| / λ_1.
+        trace: tr H.
+        trace_stderr: its standard error.
+        density: of the eigenvalues, if requested.
+        stability_limit: largest stable sharpness of the optimizer; NaN without an optimizer or a formula for it.
+        stability_ratio: λ_1 / stability_limit, λ_1 of the preconditioned Hessian where the optimizer has a
+            preconditioner; above one, steps overshoot.
+        parameters: names, in the order of the entries of θ.
+        loss: of the batch.
+        hvps: products with H or its Gauss-Newton part that were computed.
+        seconds: wall-clock time.
+        notes: what a reader of the numbers has to know.
+        groups: diagonal blocks of the requested groups of parameters.
+        phi: Φ = 1 - Σ_v ‖H[v, v]‖_F² / ‖H‖_F² over these groups: the share of curvature between them.
+        phi_stderr: its standard error.
     """
 
     eigenvalues: Tensor
-    """the largest ones in value, largest first, with multiplicity; float64, on the CPU"""
     smallest: float
-    """the smallest eigenvalue: how negative the curvature gets"""
     residuals: Tensor
     converged: Tensor
     smallest_converged: bool
     eigenvectors: Tensor
-    """unit columns for `eigenvalues`, on the device of the parameters"""
     ggn_eigenvalue: float
-    """the largest one of the Gauss-Newton part J^T S J; NaN where the output of the network is not known"""
     ggn_error: float
-    """|λ_1 - ggn_eigenvalue| / λ_1"""
     trace: float
     trace_stderr: float
     density: Density | None
-    """how the eigenvalues are distributed, if asked for"""
     stability_limit: float
-    """the largest eigenvalue that the optimizer bears, if one was given; NaN where none is known"""
     stability_ratio: float
-    """λ_1 over that limit, with the optimizer's preconditioner where it has one: above one, steps overshoot"""
     parameters: tuple[str, ...]
     loss: float
     hvps: int
-    """products with H or its Gauss-Newton part that were spent"""
     seconds: float
     notes: tuple[str, ...] = ()
     groups: Mapping[str, GroupSpectrum] = field(default_factory=dict)
-    """the diagonal blocks of the groups of parameters that were asked for"""
     phi: float = math.nan
-    """Φ = 1 - Σ‖H_vv‖_F² / ‖H‖_F² over those groups: the share of curvature between them"""
     phi_stderr: float = math.nan
 
     def start_vector(self) -> Tensor:
-        """A vector in the span of the eigenvectors, from which a later search begins: all of them alike."""
+        """Warm start for a later search: the sum of the eigenvectors."""
         return self.eigenvectors.sum(1)
 
     def without_vectors(self) -> Spectrum:
-        """The same without the eigenvectors, which take k times the memory of the parameters."""
+        """A copy without the eigenvectors, which take k times the memory of the parameters."""
         return replace(self, eigenvectors=self.eigenvectors.new_zeros((len(self.eigenvectors), 0), device="cpu"))
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Spectrum:
-        """What `to_dict` wrote; the eigenvectors and the density are not part of it."""
-        known = {name: value for name, value in state.items() if name not in ("eigenvalues", "residuals", "converged")}
-        known["parameters"], known["notes"] = tuple(state["parameters"]), tuple(state["notes"])
-        known["groups"] = {name: GroupSpectrum.from_dict(group) for name, group in state["groups"].items()}
+        """The inverse of `to_dict`, which has neither eigenvectors nor density."""
+        tensors = ("eigenvalues", "residuals", "converged")
+        fields = {name: value for name, value in state.items() if name not in tensors}
+        fields["parameters"], fields["notes"] = tuple(state["parameters"]), tuple(state["notes"])
+        fields["groups"] = {name: GroupSpectrum.from_dict(group) for name, group in state["groups"].items()}
         return Spectrum(
-            **known,
+            **fields,
             eigenvalues=to_matrix(state["eigenvalues"]),
             residuals=to_matrix(state["residuals"]),
             converged=torch.tensor(state["converged"], dtype=torch.bool, device="cpu"),
@@ -131,16 +161,16 @@ class Spectrum:
 
     @property
     def sharpness(self) -> float:
-        """λ_1, the largest eigenvalue in value: what the stability limit of gradient descent speaks of."""
+        """λ_1, the largest eigenvalue in value; gradient descent with learning rate lr is stable for λ_1 < 2 / lr."""
         return self.eigenvalues[0].item()
 
     @property
     def largest_magnitude(self) -> float:
-        """‖H‖_2 with its sign: the largest or the smallest eigenvalue, whichever is further from zero."""
+        """±‖H‖_2: the largest or the smallest eigenvalue, whichever is larger in magnitude."""
         return max(self.sharpness, self.smallest, key=abs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python lists and numbers, without the eigenvectors."""
+        """Python lists, dicts, strings and numbers, without the eigenvectors and the density."""
         return {
             "eigenvalues": self.eigenvalues.tolist(),
             "residuals": self.residuals.tolist(),
@@ -165,8 +195,8 @@ class Spectrum:
 
     def __str__(self) -> str:
         values = [
-            f"  λ_{i + 1:<6} {with_error(value, residual)}{'' if settled else '  not converged'}"
-            for i, (value, residual, settled) in enumerate(
+            f"  λ_{i + 1:<6} {with_error(value, residual)}{'' if converged else '  not converged'}"
+            for i, (value, residual, converged) in enumerate(
                 zip(self.eigenvalues.tolist(), self.residuals.tolist(), self.converged.tolist())
             )
         ]

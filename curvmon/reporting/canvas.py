@@ -1,6 +1,6 @@
-"""What every picture needs: a figure, its pixels, few ticks, short names and numbers.
+"""What every figure needs: a canvas, its pixels, few ticks, short names and numbers.
 
-Made with matplotlib's own objects, without pyplot: nothing global is touched, no window opens, nothing needs closing.
+Uses matplotlib's objects without pyplot: no global state is touched, no window opens, nothing needs closing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def available() -> bool:
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """matplotlib as it comes while pictures are drawn: a user's style may need LaTeX, or have white text."""
+    """matplotlib's default style while figures are drawn: a user's style may need LaTeX, or have white text."""
     from matplotlib import style
 
     with style.context("default"):
@@ -38,13 +38,13 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def margins(figure: Any, *, left: float, right: float, bottom: float, top: float, **spaces: float) -> None:
-    """In inches."""
+    """Margins of a figure, in inches."""
     width, height = figure.get_size_inches()
     figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height, **spaces)
 
 
 def pixels(figure: Any) -> Tensor:
-    """Height x width x RGB, bytes."""
+    """The figure as height x width x RGB bytes."""
     figure.canvas.draw()
     width, height = figure.canvas.get_width_height()
     colours = torch.frombuffer(bytearray(figure.canvas.buffer_rgba()), dtype=torch.uint8)
@@ -52,24 +52,24 @@ def pixels(figure: Any) -> Tensor:
 
 
 def short_names(nodes: Sequence[str], most: int = 18) -> tuple[list[str], str]:
-    """Names without what all share, cut in the middle where they are long but never alike; and what they share.
+    """Names without their common prefix and suffix, long ones shortened in the middle; and the common part.
 
     "model.layers.0.mlp", "model.layers.1.mlp" are "0" and "1" of "model.layers.*.mlp".
     """
     parts = [name.split(".") for name in nodes]
-    before: list[str] = []
-    behind: list[str] = []
+    prefix: list[str] = []
+    suffix: list[str] = []
     if len(nodes) > 1:
         while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
-            before.append(parts[0][0])
+            prefix.append(parts[0][0])
             parts = [part[1:] for part in parts]
         while all(len(part) > 1 for part in parts) and len({part[-1] for part in parts}) == 1:
-            behind.insert(0, parts[0][-1])
+            suffix.insert(0, parts[0][-1])
             parts = [part[:-1] for part in parts]
     names = [".".join(part) for part in parts]
     while len({_cut(name, most) for name in names}) < len(set(names)):
         most += 2
-    return [_cut(name, most) for name in names], ".".join([*before, "*", *behind]) if before or behind else ""
+    return [_cut(name, most) for name in names], ".".join([*prefix, "*", *suffix]) if prefix or suffix else ""
 
 
 def _cut(name: str, most: int) -> str:
@@ -77,7 +77,7 @@ def _cut(name: str, most: int) -> str:
 
 
 def brief(value: float) -> str:
-    """Three characters' worth: 0.82, 13, 4.1e-3."""
+    """Two significant digits: 0.82, 13, 4.1e-3."""
     if not math.isfinite(value):
         return "–" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if value == 0:
@@ -89,7 +89,7 @@ def brief(value: float) -> str:
 
 
 def few_ticks(axis: Any, low: float, high: float) -> None:
-    """Of a logarithmic axis, with short labels; also where it spans less than a decade."""
+    """A logarithmic axis with few ticks and short labels, also where it spans less than a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     narrow, wide = high < 4 * low, high > 1000 * low
@@ -100,7 +100,7 @@ def few_ticks(axis: Any, low: float, high: float) -> None:
 
 
 def text_width(figure: Any, text: str, size: float) -> float:
-    """Of a text, in inches."""
+    """Width of a text at a font size, in inches."""
     from matplotlib.font_manager import FontProperties
 
     font = FontProperties(size=size)

@@ -1,7 +1,7 @@
-"""Pictures of a measurement: a matrix as a heatmap, means by distance with error bars, eigenvalues over the run.
+"""Figures: a pair metric as a heatmap, metrics by distance with error bars, eigenvalues over the run.
 
-Colours are viridis and the palette of Okabe and Ito, which colour-blind readers can tell apart. Curves are at most six
-inches wide: TensorBoard shows pictures at a width of 350 pixels, and their text has to stay readable there.
+Colours are viridis and the palette of Okabe and Ito (2008), which colour-blind readers can distinguish. Curves are at
+most six inches wide: TensorBoard shows pictures at a width of 350 pixels, and their text has to stay readable there.
 """
 
 from __future__ import annotations
@@ -13,16 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvmon.records import METRICS, Measurement, Metric, Snapshot
+from curvmon.metrics.registry import PairMetric, pair_metric, pair_metric_names
+from curvmon.records import Measurement, Snapshot
 from curvmon.reporting.canvas import brief, few_ticks, margins, new_figure, short_names, text_width
 
-TITLES: dict[str, str] = {
-    "resonance": "resonance  R = ‖H‖",
-    "coupling": "coupling  C",
-    "stable_rank": "stable rank  D",
-    "gn_gap": "GN-Gap",
-}
-LOGARITHMIC = ("resonance", "gn_gap")
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 UNDEFINED = "0.85"
 """the grey of a cell that has no value"""
@@ -32,18 +26,25 @@ WIDEST_LINEAR = 30.0
 """ratio of the largest eigenvalue in the picture to the smallest λ_1 above which the scale is logarithmic"""
 
 
-def heatmap(found: Measurement, metric: Metric, title: str = "", marked: Sequence[str] = ()) -> Any:
-    """The n x n matrix with the names of its nodes; resonance and the gap on a logarithmic scale.
+def heatmap(measurement: Measurement, metric: str, title: str = "", marked: Sequence[str] = ()) -> Any:
+    """A pair metric as an n x n matrix of colours with the names of its nodes.
 
-    What is not defined is grey; a zero on a logarithmic scale has its darkest colour, which nothing else has then, and
-    infinity the brightest. Pairs that an alert names are framed.
+    Undefined entries are grey. On a logarithmic scale a zero has the darkest colour, which no other value has then, and
+    infinity the brightest.
+
+    Args:
+        measurement: of n nodes.
+        metric: name of a registered pair metric.
+        title: above the matrix; by default that of the metric.
+        marked: pairs to frame, `"stem--layer4"`.
     """
-    matrix: Tensor = getattr(found, metric)
-    n = len(found.nodes)
-    names, shared = short_names(found.nodes)
+    spec = pair_metric(metric)
+    matrix = spec.values(measurement)
+    n = len(measurement.nodes)
+    names, shared = short_names(measurement.nodes)
     numbers, size = n <= MOST_NODES_WITH_NUMBERS, 9 if n <= 6 else 7
-    axes, bar_axes = _square(n, names, title or TITLES[metric], 9 if numbers else 7, footer=shared)
-    norm = _norm(matrix, metric)
+    axes, bar_axes = _square(n, names, title or spec.heading, 9 if numbers else 7, footer=shared)
+    norm = _norm(matrix, spec)
     shown = matrix.where(matrix != 0, norm.vmin).where(matrix != math.inf, norm.vmax)
     image = axes.imshow(shown.numpy(), norm=norm, cmap="viridis", aspect="auto")
     axes.set_facecolor(UNDEFINED)
@@ -51,9 +52,9 @@ def heatmap(found: Measurement, metric: Metric, title: str = "", marked: Sequenc
         value = matrix[i, j].item()
         dark = not math.isnan(value) and norm(shown[i, j].item()) < 0.6
         axes.text(j, i, brief(value), ha="center", va="center", fontsize=size, color="white" if dark else "black")
-    _frame(axes, found.nodes, marked)
+    _frame(axes, measurement.nodes, marked)
     axes.figure.colorbar(image, cax=bar_axes)
-    if metric in LOGARITHMIC and norm.vmin > 0:
+    if spec.log_scale and norm.vmin > 0:
         few_ticks(bar_axes.yaxis, norm.vmin, norm.vmax)
     return axes.figure
 
@@ -70,14 +71,14 @@ def _frame(axes: Any, nodes: Sequence[str], marked: Sequence[str]) -> None:
 
 
 def _square(n: int, names: Sequence[str], title: str, size: float, footer: str) -> tuple[Any, Any]:
-    """Axes of n x n cells and of their colour bar, with as much room around them as the names take.
+    """Axes of n x n cells and of their colour bar, with margins as wide as the names.
 
-    Placed by hand: matplotlib's layout engine draws everything twice, and cuts long names off where cells are square.
+    Placed by hand: matplotlib's layout engine draws everything twice, and cuts off long names next to square cells.
     """
     figure = new_figure(1, 1)
     longest = max(text_width(figure, name, size) for name in names)
     left, right, top, slanted = longest + 0.2, 0.9, 0.4, longest * math.sqrt(0.5)
-    # the first name under the cells begins left of them
+    # the slanted name of the first column reaches to the left of the cells
     left, bottom = max(left, slanted + 0.15), slanted + (0.45 if footer else 0.25)
     side = n * min(0.8, max(0.26, 4.2 / n))
     spare = max(0.0, max(text_width(figure, title, 10), text_width(figure, footer, 8)) + 0.2 - (left + side + right))
@@ -93,35 +94,41 @@ def _square(n: int, names: Sequence[str], title: str, size: float, footer: str) 
     return axes, bar
 
 
-def _norm(matrix: Tensor, metric: Metric) -> Any:
-    """Scale of the colours: C from 0 to 1 or above, D from 1, so that pictures of two moments compare."""
+def _norm(matrix: Tensor, spec: PairMetric) -> Any:
+    """Scale of the colours; linear ones have fixed limits if possible, so that heatmaps of two steps are comparable."""
     from matplotlib.colors import LogNorm, Normalize
 
     finite = matrix[matrix.isfinite()]
     positive = finite[finite > 0]
     high = finite.max().item() if len(finite) else 0.0
-    if metric in LOGARITHMIC and len(positive):
+    if spec.log_scale and len(positive):
         low = positive.min().item()
         if len(positive) < len(finite):
             return LogNorm(low / max(2.0, (high / low) ** 0.25), high)
         return LogNorm(low, high) if high > low * 1.01 else LogNorm(low / 1.1, high * 1.1)
-    if metric == "stable_rank":
-        return Normalize(1.0, max(2.0, high))
-    return Normalize(0.0, max(1.0, high))
+    lowest, highest = spec.color_range
+    return Normalize(lowest, max(highest, high))
 
 
-def by_distance(found: Measurement, title: str = "", metrics: Sequence[Metric] = METRICS) -> Any:
-    """Each metric against the distance of two layers: every pair a dot with its standard error, their mean a line.
+def by_distance(measurement: Measurement, title: str = "", metrics: Sequence[str] | None = None) -> Any:
+    """Pair metrics against the distance of two layers: every pair a dot with its standard error, their mean a line.
 
     Zeros are triangles at the lower edge of a logarithmic scale.
+
+    Args:
+        measurement: of n nodes.
+        title: above all panels.
+        metrics: names of pair metrics, one panel each; None: all that are registered.
     """
+    every = pair_metric_names()
+    metrics = every if metrics is None else metrics
     columns, rows = (1, 1) if len(metrics) == 1 else (2, (len(metrics) + 1) // 2)
     figure = new_figure(max(3.8, 2.8 * columns), 0.8 + 2.0 * rows)
     margins(figure, left=0.58, right=0.1, bottom=0.5, top=0.75, wspace=0.3, hspace=0.4)
     zeros = False
     for place, metric in enumerate(metrics):
         axis = figure.add_subplot(rows, columns, place + 1)
-        zeros |= _distances(axis, found, metric, PALETTE[METRICS.index(metric)])
+        zeros |= _distances(axis, measurement, pair_metric(metric), PALETTE[every.index(metric) % len(PALETTE)])
         if place >= len(metrics) - columns:
             axis.set_xlabel("distance of the layers")
     explained = f"dots: pairs ± standard error, {'triangles: zeros, ' if zeros else ''}line: mean"
@@ -130,72 +137,79 @@ def by_distance(found: Measurement, title: str = "", metrics: Sequence[Metric] =
     return figure
 
 
-def _distances(axis: Any, found: Measurement, metric: Metric, colour: str) -> bool:
-    """Returns whether there are triangles."""
+def _distances(axis: Any, measurement: Measurement, spec: PairMetric, colour: str) -> bool:
+    """One panel; returns whether it has triangles."""
     from matplotlib.ticker import MaxNLocator
 
-    n = len(found.nodes)
+    n = len(measurement.nodes)
     rows, columns = torch.triu_indices(n, n)
-    values, errors = getattr(found, metric)[rows, columns], found.stderr[metric][rows, columns]
-    means = found.by_distance(metric)
-    logarithmic = metric in LOGARITHMIC and bool((values.isfinite() & (values > 0)).any())
-    kept, some = values.isfinite(), means.isfinite()
+    values, errors = spec.values(measurement)[rows, columns], spec.stderr(measurement)[rows, columns]
+    means = spec.by_distance(measurement)
+    logarithmic = spec.log_scale and bool((values.isfinite() & (values > 0)).any())
+    kept, kept_means = values.isfinite(), means.isfinite()
     zeros = (columns - rows)[kept & (values == 0)]
     if logarithmic:
         axis.plot(zeros, [0.03] * len(zeros), "v", color="0.5", markersize=5, transform=axis.get_xaxis_transform())
-        kept, some = kept & (values > 0), some & (means > 0)
+        kept, kept_means = kept & (values > 0), kept_means & (means > 0)
         axis.set_yscale("log", nonpositive="clip")
     axis.errorbar(
         (columns - rows)[kept], values[kept], yerr=errors[kept].nan_to_num(0, 0, 0),
         fmt=".", color="0.5", ecolor="0.7", markersize=4, zorder=1, label="pairs",
     )  # fmt: skip
-    axis.plot(torch.arange(n)[some], means[some], "o-", color=colour, markersize=4, alpha=0.9, zorder=2, label="mean")
+    distances, means = torch.arange(n)[kept_means], means[kept_means]
+    axis.plot(distances, means, "o-", color=colour, markersize=4, alpha=0.9, zorder=2, label="mean")
     if logarithmic:
         # an error bar that reaches zero must not stretch the axis
-        drawn = torch.cat([values[kept], means[some]])
+        drawn = torch.cat([values[kept], means])
         low, high = drawn.min().item() / 1.3, drawn.max().item() * 1.3
         axis.set_ylim(low, high)
         few_ticks(axis.yaxis, low, high)
-    elif metric == "coupling":
-        axis.set_ylim(0, 1.1 * max([1.0, *values[kept].tolist()]))
-    elif metric == "gn_gap":
+    elif spec.axis_max is not None:
+        axis.set_ylim(0, 1.1 * max([spec.axis_max, *values[kept].tolist()]))
+    elif spec.log_scale:  # nothing but zeros
         axis.set_ylim(-0.05, 1)
     if not kept.any():
         axis.set_yticks([])
         axis.text(0.5, 0.5, "not defined", ha="center", va="center", transform=axis.transAxes, color="0.4")
     axis.set_xlim(-0.5, n - 0.5)
     axis.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-    axis.set_title(TITLES[metric], fontsize=10)
+    axis.set_title(spec.heading, fontsize=10)
     axis.grid(alpha=0.3)
     return logarithmic and len(zeros) > 0
 
 
 def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: Sequence[int] = ()) -> Any:
-    """Top eigenvalues, the smallest, the Gauss-Newton one, and the λ_1 at which the optimizer would reach its limit."""
+    """Extremal eigenvalues, the top one of the Gauss-Newton matrix, and the largest stable sharpness of the optimizer.
+
+    Args:
+        snapshots: of a run; at least one has a spectrum.
+        title: above the curves.
+        alerts: steps to mark.
+    """
     from matplotlib.ticker import MaxNLocator
 
-    known = [(s.step, s.spectrum) for s in snapshots if s.spectrum is not None]
+    measured = [(s.step, s.spectrum) for s in snapshots if s.spectrum is not None]
+    spectra = [spectrum for _, spectrum in measured]
     figure = new_figure(5.4, 4.4)
     margins(figure, left=0.75, right=0.25, bottom=1.0, top=0.35)
     axis = figure.add_subplot()
-    steps = [step for step, _ in known]
+    steps = [step for step, _ in measured]
     mark = "." if len(steps) <= 50 else ""
-    count = max(len(found.eigenvalues) for _, found in known)
-    tops = [[found.eigenvalues[i].item() if i < len(found.eigenvalues) else math.nan for _, found in known]
-            for i in range(count)]  # fmt: skip
+    count = max(len(spectrum.eigenvalues) for spectrum in spectra)
+    tops = [[s.eigenvalues[i].item() if i < len(s.eigenvalues) else math.nan for s in spectra] for i in range(count)]
     for i, values in enumerate(tops):
         label = "λ₁" if i == 0 else _range_label(count) if i == 1 else None
         style = {"color": PALETTE[0], "linewidth": 2, "zorder": 4} if i == 0 else {"color": "0.6", "linewidth": 1}
         axis.plot(steps, values, f"{mark}-", label=label, **style)
-    ggn = [found.ggn_eigenvalue for _, found in known]
+    ggn = [spectrum.ggn_eigenvalue for spectrum in spectra]
     if any(math.isfinite(value) for value in ggn):
         axis.plot(steps, ggn, f"{'x' if mark else ''}:", color=PALETTE[2], label="Gauss–Newton λ₁", zorder=5)
-    limits = [found.sharpness / found.stability_ratio if found.stability_ratio > 0 else math.nan for _, found in known]
+    limits = [s.sharpness / s.stability_ratio if s.stability_ratio > 0 else math.nan for s in spectra]
     if any(math.isfinite(value) for value in limits):
         axis.plot(
             steps, limits, f"{'_' if len(steps) == 1 else ''}--", color="black", linewidth=1, label="stability limit"
         )
-    axis.plot(steps, [found.smallest for _, found in known], f"{mark}-", color=PALETTE[3], label="smallest")
+    axis.plot(steps, [spectrum.smallest for spectrum in spectra], f"{mark}-", color=PALETTE[3], label="smallest")
     for place, step in enumerate(sorted({step for step in alerts if step >= steps[0]})):
         axis.axvline(step, color=PALETTE[1], linestyle=":", linewidth=1.5, label=None if place else "alert", zorder=1)
     _scale(axis, tops[0], limits)
@@ -208,7 +222,7 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: S
     axis.set_ylabel("eigenvalue of the loss Hessian")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.46, -0.15), frameon=False)
-    axis.set_title(title or "ends of the spectrum", fontsize=10)
+    axis.set_title(title or "extremal eigenvalues", fontsize=10)
     return figure
 
 
@@ -219,7 +233,7 @@ def _range_label(count: int) -> str:
 
 
 def _scale(axis: Any, top: Sequence[float], limits: Sequence[float]) -> None:
-    """Linear where λ_1 and the limit are within sight of each other; logarithmic on both sides of zero otherwise."""
+    """Linear if the largest value is at most `WIDEST_LINEAR` times the smallest λ_1; else symmetric logarithmic."""
     from matplotlib.ticker import FuncFormatter
 
     positive = [value for value in top if math.isfinite(value) and value > 0]
@@ -229,5 +243,5 @@ def _scale(axis: Any, top: Sequence[float], limits: Sequence[float]) -> None:
     # a power of ten: its ticks would crowd around zero otherwise
     threshold = 10.0 ** (math.floor(math.log10(min(positive))) - 1)
     axis.set_yscale("symlog", linthresh=threshold, linscale=max(0.8, math.log10(highest / threshold) / 12))
-    axis.margins(y=0.05)  # anew, on this scale
+    axis.margins(y=0.05)  # again, on this scale
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: brief(value)))

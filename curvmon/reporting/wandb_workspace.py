@@ -1,27 +1,24 @@
-"""A W&B workspace with curvmon's keys arranged: sections of line plots, and the pictures beside them.
+"""A W&B workspace for curvmon's keys: sections of line plots, and the pictures.
 
 Needs the package wandb-workspaces; `save()` of what is returned needs a W&B server.
 """
 
 from __future__ import annotations
 
-import re
 from importlib import import_module
 from typing import Any
 
-from curvmon.reporting.loggers import CHARTS, PICTURES
-
-STEP = "trainer/global_step"
-"""the x-axis of WandbLogger"""
-_LOGARITHMIC = ("resonance/", "gn_gap/")
+from curvmon.metrics.registry import COST
+from curvmon.reporting.dashboards import STEP, Chart, sections
+from curvmon.reporting.keys import Keys, picture_keys
 
 
 def wandb_workspace(entity: str, project: str, name: str = "curvature", prefix: str = "") -> Any:
     """A `wandb_workspaces.workspaces.Workspace` for runs of CurvatureMonitor; `.save()` puts it on the server.
 
     Args:
-        entity: user or team.
-        project: whose runs it shows.
+        entity: user or organization.
+        project: its runs are shown.
         name: of the workspace.
         prefix: the `log_key_prefix` of the monitor.
 
@@ -34,37 +31,39 @@ def wandb_workspace(entity: str, project: str, name: str = "curvature", prefix: 
     except ImportError as error:
         raise ImportError("wandb_workspace needs wandb-workspaces: pip install wandb-workspaces") from error
 
-    def plot(title: str, keys: str) -> Any:
+    keys = Keys(prefix)
+
+    def plot(chart: Chart) -> Any:
         return panels.LinePlot(
-            title=title,
+            title=chart.title,
             x=STEP,
-            # lines are found by their names: how many there are depends on the network
-            metric_regex=f"^{re.escape(prefix)}{keys}$",
-            log_y=keys.startswith(_LOGARITHMIC) or None,
+            # a regular expression: the number of lines depends on the network
+            metric_regex=f"^{keys.pattern(chart.names)}",
+            log_y=chart.log_scale or None,
         )
 
-    def picture(key: str) -> Any:
-        return panels.MediaBrowser(title=key, media_keys=[f"{prefix}{key}"], num_columns=1)
+    def picture(name: str) -> Any:
+        return panels.MediaBrowser(title=name, media_keys=[keys(name)], num_columns=1)
 
     def section(title: str, contents: list[Any], is_open: bool = True) -> Any:
         return ws.Section(
-            name=f"{prefix}{title}",
+            name=keys(title),
             panels=contents,
             is_open=is_open,
             layout_settings=ws.SectionLayoutSettings(columns=min(3, len(contents)), rows=2),
             panel_settings=ws.SectionPanelSettings(x_axis=STEP),
         )
 
-    charts = {title: [plot(*chart) for chart in found.items()] for title, found in CHARTS.items()}
-    cost = charts.pop("cost")
+    plots = {title: [plot(chart) for chart in charts] for title, charts in sections().items()}
+    cost = plots.pop(COST)
     return ws.Workspace(
         entity=entity,
         project=project,
         name=name,
         sections=[
-            *(section(title, contents) for title, contents in charts.items()),
-            section("pictures", [picture(key) for key in PICTURES]),
-            section("cost", cost, is_open=False),
+            *(section(title, contents) for title, contents in plots.items()),
+            section("pictures", [picture(name) for name in picture_keys()]),
+            section(COST, cost, is_open=False),
         ],
         settings=ws.WorkspaceSettings(x_axis=STEP),
     )

@@ -10,7 +10,8 @@ import torch
 
 from curvmon import Pair
 from curvmon.alerts.detector import thresholds_of
-from curvmon.alerts.features import PAIR_FEATURES, Feature, features_of, pairs_across
+from curvmon.alerts.features import Feature, features_of, pairs_across
+from curvmon.metrics.registry import pair_metrics
 from curvmon.records import Snapshot
 from tests.alerts.test_manager import NODES, snapshot
 
@@ -47,7 +48,10 @@ def test_pair_metrics_follow_their_table() -> None:
     now = snapshot(0, random.Random(0))
     assert now.measurement is not None
     n, features = len(NODES), features_of(now)
-    for metric, offset, diagonal in PAIR_FEATURES:
+    for spec in pair_metrics():
+        if spec.alert is None or not spec.alert.per_pair:
+            continue
+        metric, offset, diagonal = spec.name, spec.alert.offset, not spec.unit_diagonal
         values = members(features, metric)
         assert len(values) == n * (n - 1) // 2 + (n if diagonal else 0)
         assert math.isclose(values["stem--b"], math.log(getattr(now.measurement, metric)[0, 2].item() + offset))

@@ -54,13 +54,13 @@ def assert_same(one: curvmon.Measurement, other: curvmon.Measurement) -> None:
     close(one.gn_norm, other.gn_norm)
 
 
-def test_one_update_is_the_measurement(measured: Any) -> None:
+def test_one_update_equals_the_measurement(measured: Any) -> None:
     for measurement in measured:
         assert_same(updated([measurement]).measurement(), measurement)
         assert combined([measurement]) is measurement
 
 
-def test_one_update_keeps_what_is_not_defined() -> None:
+def test_undefined_entries_stay_undefined() -> None:
     """A block of zeros, and one without a Gauss-Newton part."""
     nan, inf = math.nan, math.inf
     r = torch.tensor([[2.0, 0.0], [0.0, 3.0]], dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_one_update_keeps_what_is_not_defined() -> None:
     close(updated([unknown, unknown]).measurement().resonance, r)
 
 
-def test_several_are_root_mean_squares(measured: Any) -> None:
+def test_several_updates_are_root_mean_squares(measured: Any) -> None:
     found = updated(measured).measurement()
     n = len(measured)
 
@@ -110,7 +110,7 @@ def test_several_are_root_mean_squares(measured: Any) -> None:
     assert notes[0] == f"mean over {n} batches" and notes[1:] == tuple(dict.fromkeys(measured[0].notes))
 
 
-def test_the_error_of_the_mean_by_hand(measured: Any) -> None:
+def test_standard_error_by_hand(measured: Any) -> None:
     """Student's t with four degrees of freedom is 2.776 at 97.5 %, the normal distribution 1.960."""
     found = updated(measured).measurement()
     squares = torch.stack([m.resonance.square() for m in measured])
@@ -120,7 +120,7 @@ def test_the_error_of_the_mean_by_hand(measured: Any) -> None:
     assert found.stderr["coupling"].diagonal().eq(0).all()
 
 
-def test_it_is_a_metric(measured: Any) -> None:
+def test_torchmetrics_interface(measured: Any) -> None:
     """forward returns that of one, and accumulates; reset forgets; merge_state and a pickle keep everything."""
     import pickle
 
@@ -143,7 +143,7 @@ def test_it_is_a_metric(measured: Any) -> None:
 
 
 @pytest.mark.parametrize("shares", [[1, 4], [2, 2, 1], [1, 1, 1, 1, 1], [0, 5]])
-def test_processes_are_summed(measured: Any, shares: list[int]) -> None:
+def test_states_are_summed_over_processes(measured: Any, shares: list[int]) -> None:
     """What torchmetrics does between processes: gather every state, and reduce it."""
     parts, start = [], 0
     for share in shares:
@@ -158,7 +158,7 @@ def test_processes_are_summed(measured: Any, shares: list[int]) -> None:
     assert_same(whole.measurement(), updated(measured).measurement())
 
 
-def test_one_node_is_a_matrix_all_the_same(measured: Any) -> None:
+def test_single_node(measured: Any) -> None:
     def corner(found: curvmon.Measurement) -> curvmon.Measurement:
         cut = {name: getattr(found, name)[:1, :1] for name in (*METRICS, "spectral_norm", "gn_norm")}
         return replace(found, nodes=("0",), stderr={m: e[:1, :1] for m, e in found.stderr.items()}, **cut)
@@ -168,13 +168,13 @@ def test_one_node_is_a_matrix_all_the_same(measured: Any) -> None:
     close(found.resonance, updated(measured).measurement().resonance[:1, :1])
 
 
-def test_other_nodes_are_refused(measured: Any) -> None:
+def test_other_nodes_are_rejected(measured: Any) -> None:
     with pytest.raises(ValueError, match="does not belong to one of"):
         MeanCurvature(["0", "4"]).update(measured[0])
 
 
 @pytest.mark.parametrize("shares", [(2, 3), (0, 5)])
-def test_a_measurement_is_of_all_processes(measured: Any, shares: tuple[int, int]) -> None:
+def test_measurement_covers_all_processes(measured: Any, shares: tuple[int, int]) -> None:
     """Its matrices, and its loss and products as well; afterwards each process has its own states again."""
     other = MeanCurvature(NODES)
     for measurement in measured[shares[0] :]:
@@ -197,7 +197,7 @@ def test_a_measurement_is_of_all_processes(measured: Any, shares: tuple[int, int
     assert metric.count == shares[0]
 
 
-def test_processes_that_have_nothing_can_go_on(measured: Any) -> None:
+def test_process_without_measurements_can_continue(measured: Any) -> None:
     """torchmetrics leaves a metric locked if `compute` raises between the processes' sum and its end."""
     metric = MeanCurvature(
         NODES, dist_sync_fn=lambda tensor, group: [tensor, tensor], distributed_available_fn=lambda: True
@@ -210,7 +210,7 @@ def test_processes_that_have_nothing_can_go_on(measured: Any) -> None:
     close(metric.measurement().resonance, measured[0].resonance)
 
 
-def test_states_keep_their_precision_in_any_module(measured: Any) -> None:
+def test_states_stay_float64_in_any_module(measured: Any) -> None:
     module = nn.ModuleDict({"curvature": updated(measured)})
     for convert in (
         lambda: module.to(torch.bfloat16),
@@ -228,7 +228,7 @@ def test_states_keep_their_precision_in_any_module(measured: Any) -> None:
     assert module.to("meta")["curvature"].count.is_meta  # it does follow to devices
 
 
-def test_what_it_takes(measured: Any) -> None:
+def test_invalid_arguments(measured: Any) -> None:
     assert MeanCurvature("0").nodes == ("0",)
     with pytest.raises(ValueError, match="nodes is empty"):
         MeanCurvature([])
@@ -236,7 +236,7 @@ def test_what_it_takes(measured: Any) -> None:
         MeanCurvature(NODES).update(measured[0].resonance)
 
 
-def test_in_a_collection(measured: Any) -> None:
+def test_metric_collection(measured: Any) -> None:
     collection = MetricCollection({"curvature": MeanCurvature(NODES)}, prefix="val_")
     for measurement in measured:
         collection.update(measurement)
@@ -279,7 +279,7 @@ def simulated(generator: torch.Generator, together: float) -> curvmon.Measuremen
 
 @pytest.mark.parametrize("together", [0.0, 0.7])
 @pytest.mark.parametrize("batches", [2, 3, 5, 20])
-def test_errors_cover_the_truth(batches: int, together: float) -> None:
+def test_standard_errors_cover_the_truth(batches: int, together: float) -> None:
     """± 1.96 standard errors, in 4000 experiments; those of R are exact, the others may be too cautious."""
     truth = {"resonance": 3.0, "coupling": 1.0, "stable_rank": 3.0, "gn_gap": 0.5}
     generator, covered = torch.Generator().manual_seed(1), {metric: [] for metric in METRICS}  # type: ignore[var-annotated]

@@ -1,4 +1,4 @@
-"""Facts about the pictures: scales, names, error bars, colours, nothing cut off; and drawing leaves nothing behind."""
+"""Figures: scales, names, error bars, colours, nothing cut off; and drawing changes no global state."""
 
 from __future__ import annotations
 
@@ -16,71 +16,17 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from curvmon.records import METRICS, Measurement, Metric, Snapshot, Spectrum
+from curvmon.metrics.registry import pair_metric
+from curvmon.records import METRICS, Metric, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import brief, pixels, plain, short_names
+from tests.helpers.synthetic_records import synthetic_measurement, synthetic_spectra
 
 LONG = [f"model.encoder.layers.{i}.self_attn.out_proj" for i in range(6)]
 ALIKE = [f"transformer_block_number_{i}_attention_output" for i in range(6)]
 OKABE_ITO = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
 GREY, DARKEST, BRIGHTEST = (217, 217, 217), (68, 1, 84), (253, 231, 36)
-
-
-def made(n: int, names: list[str] | None = None, **matrices: Tensor) -> Measurement:
-    """Falls off with distance, spans some decades; `matrices` replace a metric."""
-    generator = torch.Generator().manual_seed(n)
-    distance = (torch.arange(n).unsqueeze(1) - torch.arange(n)).abs().double()
-    noise = 0.2 * torch.randn(n, n, generator=generator, dtype=torch.float64)
-    noise = noise + noise.T
-    own = torch.logspace(-2, 0.5, n, dtype=torch.float64)
-    resonance = (own.unsqueeze(1) * own).sqrt() * (noise - 0.35 * distance).exp()
-    found = {
-        "resonance": resonance,
-        "coupling": resonance / (resonance.diagonal().unsqueeze(1) * resonance.diagonal()).sqrt(),
-        "stable_rank": 3 + noise,
-        "gn_gap": 0.1 * (4 * noise).exp(),
-        **matrices,
-    }
-    return Measurement(
-        nodes=tuple(names or [f"layer{i + 1}" for i in range(n)]),
-        **found,
-        stderr={metric: 0.07 * found[metric] for metric in METRICS},
-        spectral_norm=resonance,
-        gn_norm=resonance,
-        loss=1.0,
-        hvps=1,
-        seconds=0.1,
-    )
-
-
-def seen(steps: int, rise: float = 1.0, count: int = 5, ratio: float = 0.5, ggn: float = 0.9) -> list[Snapshot]:
-    """λ_1 = 5, then `rise` times that of the moment before."""
-    found = []
-    for i in range(steps):
-        values = 5 * rise**i / torch.arange(1, count + 1, dtype=torch.float64)
-        spectrum = Spectrum(
-            eigenvalues=values,
-            smallest=-0.4,
-            residuals=torch.zeros(count),
-            converged=torch.ones(count, dtype=torch.bool),
-            smallest_converged=True,
-            eigenvectors=torch.zeros(3, 0),
-            ggn_eigenvalue=ggn * values[0].item(),
-            ggn_error=0.1,
-            trace=10.0,
-            trace_stderr=0.1,
-            density=None,
-            stability_limit=math.nan,
-            stability_ratio=ratio,
-            parameters=("weight",),
-            loss=1.0,
-            hvps=1,
-            seconds=0.1,
-        )
-        found.append(Snapshot(step=100 * i, epoch=i, spectrum=spectrum))
-    return found
 
 
 def drawn(figure: Any) -> np.ndarray:
@@ -92,8 +38,8 @@ def drawn(figure: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_scale_of_the_colours(metric: Metric) -> None:
-    found = made(6)
+def test_heatmap_colour_scale(metric: Metric) -> None:
+    found = synthetic_measurement(6)
     (image,) = figures.heatmap(found, metric).axes[0].images
     matrix = getattr(found, metric)
     assert np.array_equal(image.get_array(), matrix.numpy())
@@ -107,31 +53,31 @@ def test_scale_of_the_colours(metric: Metric) -> None:
     assert image.get_cmap().name == "viridis"
 
 
-def test_names_of_the_nodes_are_on_the_axes() -> None:
+def test_heatmap_axes_have_node_names() -> None:
     names = ["stem", "layer1", "layer2.conv"]
-    axes = figures.heatmap(made(3, names), "resonance").axes[0]
+    axes = figures.heatmap(synthetic_measurement(3, names), "resonance").axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == names
     assert [label.get_text() for label in axes.get_yticklabels()] == names
     assert axes.get_ylim() == (2.5, -0.5)  # the first on top
 
 
-def test_what_all_names_share_is_told_once() -> None:
-    figure = figures.heatmap(made(6, LONG), "resonance")
+def test_heatmap_common_part_of_names_is_the_footer() -> None:
+    figure = figures.heatmap(synthetic_measurement(6, LONG), "resonance")
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list("012345")
     assert "model.encoder.layers.*.self_attn.out_proj" in [text.get_text() for text in figure.texts]
 
 
-def test_cells_have_their_numbers_where_there_is_room() -> None:
-    found = made(3)
+def test_heatmap_cells_have_numbers_up_to_ten_nodes() -> None:
+    found = synthetic_measurement(3)
     texts = {tuple(t.get_position()): t.get_text() for t in figures.heatmap(found, "resonance").axes[0].texts}
     assert texts == {(j, i): brief(found.resonance[i, j].item()) for i in range(3) for j in range(3)}
-    assert len(figures.heatmap(made(24), "resonance").axes[0].texts) == 0
+    assert len(figures.heatmap(synthetic_measurement(24), "resonance").axes[0].texts) == 0
 
 
-def test_colours_of_cells_without_a_finite_number() -> None:
-    gap = made(4).gn_gap.clone()
+def test_heatmap_colours_of_nan_zero_and_infinity() -> None:
+    gap = synthetic_measurement(4).gn_gap.clone()
     gap[0, 1], gap[1, 0], gap[2, 2], gap[3, 3] = math.nan, math.nan, 0.0, math.inf
-    figure = figures.heatmap(made(4, gn_gap=gap), "gn_gap")
+    figure = figures.heatmap(synthetic_measurement(4, gn_gap=gap), "gn_gap")
     image, axes = drawn(figure), figure.axes[0]
 
     def colour(row: int, column: int) -> tuple[int, ...]:
@@ -147,9 +93,9 @@ def test_colours_of_cells_without_a_finite_number() -> None:
     assert texts[3, 3] == ("∞", "black")
 
 
-def test_a_zero_has_a_colour_of_its_own() -> None:
+def test_heatmap_zero_has_its_own_colour() -> None:
     gap = torch.tensor([[0.6, 0.0], [0.0, 0.9]], dtype=torch.float64)
-    (image,) = figures.heatmap(made(2, gn_gap=gap), "gn_gap").axes[0].images
+    (image,) = figures.heatmap(synthetic_measurement(2, gn_gap=gap), "gn_gap").axes[0].images
     assert image.norm.vmin <= 0.3 and image.norm.vmax == 0.9
     zero, smallest = (image.cmap(image.norm(value)) for value in (image.get_array()[0, 1], 0.6))
     assert zero == image.cmap(0.0)
@@ -157,9 +103,9 @@ def test_a_zero_has_a_colour_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan], ids=["all zero", "all NaN"])
-def test_a_matrix_without_positive_numbers(value: float) -> None:
+def test_heatmap_without_positive_numbers_is_linear(value: float) -> None:
     gap = torch.full((3, 3), value, dtype=torch.float64)
-    figure = figures.heatmap(made(3, gn_gap=gap), "gn_gap")
+    figure = figures.heatmap(synthetic_measurement(3, gn_gap=gap), "gn_gap")
     assert type(figure.axes[0].images[0].norm).__name__ == "Normalize"
     assert {text.get_text() for text in figure.axes[0].texts} == {brief(value)}
     drawn(figure)
@@ -169,10 +115,10 @@ def test_a_matrix_without_positive_numbers(value: float) -> None:
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_error_bars_are_the_standard_errors_and_the_line_is_the_mean(place: int) -> None:
-    found, metric = made(5), METRICS[place]
+def test_by_distance_error_bars_and_mean(place: int) -> None:
+    found, metric = synthetic_measurement(5), METRICS[place]
     axis = figures.by_distance(found).axes[place]
-    assert axis.get_title() == figures.TITLES[metric]
+    assert axis.get_title() == pair_metric(metric).heading
     (bars,) = axis.containers
     points, _, (sticks,) = bars.lines
     rows, columns = torch.triu_indices(5, 5)
@@ -186,39 +132,39 @@ def test_error_bars_are_the_standard_errors_and_the_line_is_the_mean(place: int)
     assert axis.get_yscale() == ("log" if metric in ("resonance", "gn_gap") else "linear")
 
 
-def test_undefined_entries_are_left_out_and_told() -> None:
+def test_by_distance_skips_undefined_entries() -> None:
     nothing = torch.full((3, 3), math.nan, dtype=torch.float64)
-    resonance = made(3).resonance.clone()
+    resonance = synthetic_measurement(3).resonance.clone()
     resonance[0, 2] = resonance[2, 0] = math.nan
-    axes = figures.by_distance(made(3, gn_gap=nothing, resonance=resonance)).axes
+    axes = figures.by_distance(synthetic_measurement(3, gn_gap=nothing, resonance=resonance)).axes
     assert [text.get_text() for text in axes[3].texts] == ["not defined"]
     assert len(axes[0].containers[0].lines[0].get_xdata()) == 5 and not axes[0].texts
 
 
-def test_a_gap_of_zero_is_shown() -> None:
-    axis = figures.by_distance(made(3, gn_gap=torch.zeros(3, 3, dtype=torch.float64))).axes[3]
+def test_by_distance_shows_a_gap_of_zero() -> None:
+    axis = figures.by_distance(synthetic_measurement(3, gn_gap=torch.zeros(3, 3, dtype=torch.float64))).axes[3]
     low, high = axis.get_ylim()
     assert axis.get_yscale() == "linear" and low < 0 < high
     assert axis.containers[0].lines[0].get_ydata().tolist() == [0.0] * 6
 
 
-def test_zeros_on_a_logarithmic_scale_are_triangles_at_its_edge() -> None:
-    gap = made(4).gn_gap.clone()
+def test_by_distance_zeros_on_log_scale_are_triangles() -> None:
+    gap = synthetic_measurement(4).gn_gap.clone()
     gap[3], gap[:, 3] = 0.0, 0.0
-    figure = figures.by_distance(made(4, gn_gap=gap))
+    figure = figures.by_distance(synthetic_measurement(4, gn_gap=gap))
     axis = figure.axes[3]
     (triangles,) = (line for line in axis.lines if line.get_marker() == "v")
     assert sorted(triangles.get_xdata()) == [0, 1, 2, 3]
-    means = made(4, gn_gap=gap).by_distance("gn_gap")
+    means = synthetic_measurement(4, gn_gap=gap).by_distance("gn_gap")
     low, high = axis.get_ylim()
     assert means[3] == 0 and low < means[:3].min() and means[:3].max() < high  # the line stays in sight
     assert "triangles" in figure.get_suptitle()
-    assert "triangles" not in figures.by_distance(made(4)).get_suptitle()
+    assert "triangles" not in figures.by_distance(synthetic_measurement(4)).get_suptitle()
 
 
-def test_only_the_metrics_that_are_asked_for() -> None:
-    axes = figures.by_distance(made(3), metrics=["stable_rank", "resonance"]).axes
-    assert [axis.get_title() for axis in axes] == [figures.TITLES["stable_rank"], figures.TITLES["resonance"]]
+def test_by_distance_selected_metrics_keep_their_colours() -> None:
+    axes = figures.by_distance(synthetic_measurement(3), metrics=["stable_rank", "resonance"]).axes
+    assert [axis.get_title() for axis in axes] == [pair_metric(name).heading for name in ("stable_rank", "resonance")]
     colours = [next(line for line in axis.lines if line.get_label() == "mean").get_color() for axis in axes]
     assert colours == [figures.PALETTE[2], figures.PALETTE[0]]  # a metric keeps its colour
 
@@ -230,8 +176,8 @@ def lines_of(figure: Any) -> dict[str, list[float]]:
     return {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
 
 
-def test_lines_of_the_spectrum() -> None:
-    snapshots = seen(4, rise=1.2)
+def test_spectrum_lines() -> None:
+    snapshots = synthetic_spectra(4, rise=1.2)
     figure = figures.spectrum_over_time(snapshots)
     top = [s.spectrum.sharpness for s in snapshots if s.spectrum is not None]
     lines = lines_of(figure)
@@ -247,24 +193,24 @@ def test_lines_of_the_spectrum() -> None:
     assert all(list(line.get_xdata()) == [0, 100, 200, 300] for line in figure.axes[0].lines)
 
 
-def test_what_is_not_known_has_no_line() -> None:
-    lines = lines_of(figures.spectrum_over_time(seen(3, count=1, ratio=math.nan, ggn=math.nan)))
+def test_spectrum_undefined_values_have_no_line() -> None:
+    lines = lines_of(figures.spectrum_over_time(synthetic_spectra(3, count=1, ratio=math.nan, ggn=math.nan)))
     assert set(lines) == {"λ₁", "smallest"}
-    assert "λ₂" in lines_of(figures.spectrum_over_time(seen(3, count=2)))
+    assert "λ₂" in lines_of(figures.spectrum_over_time(synthetic_spectra(3, count=2)))
 
 
 @pytest.mark.parametrize(
     ("rise", "ratio", "scale"),
     [(1.1, 0.5, "linear"), (1.1, 0.01, "symlog"), (3.0, 0.5, "symlog"), (0.3, 0.5, "symlog")],
 )
-def test_scale_of_the_spectrum(rise: float, ratio: float, scale: str) -> None:
+def test_spectrum_scale(rise: float, ratio: float, scale: str) -> None:
     """Logarithmic only where a line would be flat otherwise."""
-    assert figures.spectrum_over_time(seen(6, rise=rise, ratio=ratio)).axes[0].get_yscale() == scale
+    assert figures.spectrum_over_time(synthetic_spectra(6, rise=rise, ratio=ratio)).axes[0].get_yscale() == scale
 
 
 @pytest.mark.parametrize("rise", [1.1, 3.0])
-def test_lines_of_the_spectrum_keep_off_the_frame_and_from_the_colour_of_alerts(rise: float) -> None:
-    figure = figures.spectrum_over_time(seen(6, rise=rise), alerts=[300])
+def test_spectrum_lines_avoid_frame_and_alert_colour(rise: float) -> None:
+    figure = figures.spectrum_over_time(synthetic_spectra(6, rise=rise), alerts=[300])
     drawn(figure)
     axis = figure.axes[0]
     (alert,) = (line for line in axis.lines if line.get_label() == "alert")
@@ -275,8 +221,8 @@ def test_lines_of_the_spectrum_keep_off_the_frame_and_from_the_colour_of_alerts(
     assert 0.02 < bottom < top < 0.98
 
 
-def test_snapshots_without_a_spectrum_and_with_fewer_eigenvalues() -> None:
-    snapshots = [*seen(2, count=2), Snapshot(step=150, epoch=1), *seen(1, count=5)]
+def test_spectrum_of_incomplete_snapshots() -> None:
+    snapshots = [*synthetic_spectra(2, count=2), Snapshot(step=150, epoch=1), *synthetic_spectra(1, count=5)]
     figure = figures.spectrum_over_time(snapshots)
     fourth = [line for line in figure.axes[0].lines if str(line.get_label()).startswith("_")][-1]
     assert [math.isnan(value) for value in fourth.get_ydata()] == [True, True, False]
@@ -287,20 +233,20 @@ def test_snapshots_without_a_spectrum_and_with_fewer_eigenvalues() -> None:
 
 
 def everything() -> dict[str, Callable[[], Any]]:
-    holes = made(6).resonance.clone()
+    holes = synthetic_measurement(6).resonance.clone()
     holes[0, 3] = holes[3, 0] = holes[2, 2] = math.nan
     zero = torch.zeros(8, 8, dtype=torch.float64)
     measured = {
-        "one node": made(1),
-        "three": made(3),
-        "six with holes": made(6, resonance=holes),
-        "six long": made(6, LONG),
-        "six alike": made(6, ALIKE),
-        "eight without gap": made(8, gn_gap=zero),
-        "twenty-four": made(24),
-        "wide range": made(8, resonance=made(8).resonance ** 9),
+        "one node": synthetic_measurement(1),
+        "three": synthetic_measurement(3),
+        "six with holes": synthetic_measurement(6, resonance=holes),
+        "six long": synthetic_measurement(6, LONG),
+        "six alike": synthetic_measurement(6, ALIKE),
+        "eight without gap": synthetic_measurement(8, gn_gap=zero),
+        "twenty-four": synthetic_measurement(24),
+        "wide range": synthetic_measurement(8, resonance=synthetic_measurement(8).resonance ** 9),
     }
-    spectra = {(n, rise): seen(n, rise) for n in (1, 2, 40, 200) for rise in (1.0, 1.3)}
+    spectra = {(n, rise): synthetic_spectra(n, rise) for n in (1, 2, 40, 200) for rise in (1.0, 1.3)}
     return {
         **{
             f"{name}, {metric}": partial(figures.heatmap, m, metric)
@@ -313,7 +259,7 @@ def everything() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("name", everything())
-def test_nothing_is_cut_off_or_printed_over_something_else(name: str) -> None:
+def test_nothing_is_cut_off_or_overlaps(name: str) -> None:
     with plain():
         figure = everything()[name]()
         figure.canvas.draw()
@@ -344,7 +290,7 @@ def _shown(axis: Any, ticks: Any, direction: str) -> list[Any]:
 
 
 def test_pixels() -> None:
-    figure = figures.heatmap(made(3), "coupling")
+    figure = figures.heatmap(synthetic_measurement(3), "coupling")
     image = pixels(figure)
     width, height = figure.canvas.get_width_height()
     assert image.shape == (height, width, 3) and image.dtype == torch.uint8
@@ -353,17 +299,20 @@ def test_pixels() -> None:
 
 def test_pictures_stay_small() -> None:
     """A logger keeps every one of them."""
-    assert max(drawn(figures.heatmap(made(n), "resonance")).shape[0] for n in (1, 8, 24)) < 900
+    assert max(drawn(figures.heatmap(synthetic_measurement(n), "resonance")).shape[0] for n in (1, 8, 24)) < 900
 
 
-def test_colours_can_be_told_apart() -> None:
+def test_colours_are_distinguishable() -> None:
     assert set(figures.PALETTE) <= OKABE_ITO and len(set(figures.PALETTE)) == len(figures.PALETTE)
 
 
-def test_a_users_style_changes_nothing_and_stays() -> None:
+def test_matplotlib_style_of_the_user_is_ignored_and_kept() -> None:
     def pictures() -> list[np.ndarray]:
         with plain():
-            return [pixels(figures.heatmap(made(3), "resonance")).numpy(), pixels(figures.by_distance(made(3))).numpy()]
+            return [
+                pixels(figures.heatmap(synthetic_measurement(3), "resonance")).numpy(),
+                pixels(figures.by_distance(synthetic_measurement(3))).numpy(),
+            ]
 
     before = pictures()
     with matplotlib.rc_context({"text.usetex": True, "text.color": "white", "font.size": 30, "axes.grid": True}):
@@ -373,7 +322,7 @@ def test_a_users_style_changes_nothing_and_stays() -> None:
 
 
 def test_figures_do_not_accumulate() -> None:
-    figure = figures.by_distance(made(3))
+    figure = figures.by_distance(synthetic_measurement(3))
     drawn(figure)
     gone = weakref.ref(figure)
     del figure
@@ -381,7 +330,7 @@ def test_figures_do_not_accumulate() -> None:
     assert gone() is None
 
 
-def test_pyplot_is_not_imported_and_nothing_warns() -> None:
+def test_pyplot_is_not_imported() -> None:
     code = (
         "import sys\n"
         "from tests.reporting.test_figures import drawn, everything\n"
@@ -411,7 +360,7 @@ def test_short_names(names: list[str], short: list[str], shared: str) -> None:
     assert short_names(names) == (short, shared)
 
 
-def test_names_that_are_cut_stay_different() -> None:
+def test_shortened_names_stay_unique() -> None:
     short, _ = short_names(ALIKE)
     assert len(set(short)) == 6
     assert all("…" in name and len(name) < len(ALIKE[0]) for name in short)

@@ -17,17 +17,19 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from curvmon import CurvatureMonitor
 from curvmon.records import METRICS
 from curvmon.reporting import figures
-from curvmon.reporting.loggers import PICTURES
+from curvmon.reporting.keys import picture_keys
 from curvmon.reporting.scalars import scalars
-from tests.helpers.logger_readers import Pictures, Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
+from tests.helpers.logger_readers import Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
+from tests.helpers.recorders import PictureRecorder, Recorder
 
+PICTURES = picture_keys()
 BATCHES, EPOCHS = 4, 3
 STEPS = [0, 3, 7, 11]
 """before training, and the last step of each epoch: where Lightning logs validation metrics"""
@@ -55,41 +57,6 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
-
-
-class Recorder(Logger):
-    """A user's own logger, with no more than Lightning asks for."""
-
-    name, version = "recorder", "0"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: Rows = []
-        self.saved = 0
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        assert step is not None
-        self.rows.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def save(self) -> None:
-        self.saved = len(self.rows)
-
-    def measured(self, key: str = "curvmon/seconds") -> Rows:
-        return [(step, row) for step, row in self.rows if key in row]
-
-
-class PictureRecorder(Recorder):
-    """With pictures, in the way of W&B's logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.images: Pictures = {}
-
-    def log_image(self, key: str, images: list[np.ndarray], step: int) -> None:
-        (self.images.setdefault(key, {})[step],) = images
 
 
 def fit(
@@ -124,7 +91,7 @@ def expected(monitor: CurvatureMonitor, prefix: str = "", pairs: Any = "auto") -
     ]
 
 
-def told(caught: list[warnings.WarningMessage]) -> list[str]:
+def curvmon_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(w.message) for w in caught if "curvmon" in str(w.message)]
 
 
@@ -182,11 +149,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, quiet_wandb: None) -> Run:
             mlflow_artifacts=folder / "mlflow" / str(mlflow.experiment_id) / str(mlflow.run_id) / "artifacts",
             own=own,
             callback_metrics=dict(trainer.callback_metrics),
-            messages=told(caught),
+            messages=curvmon_warnings(caught),
         )
 
 
-def test_a_run_has_the_keys_that_users_rely_on(run: Run) -> None:
+def test_documented_keys_are_logged(run: Run) -> None:
     """Everything below compares with `scalars`: its own names and values first."""
     assert [s.step for s in run.monitor.snapshots] == STEPS
     assert [s.epoch for s in run.monitor.snapshots] == [0, 0, 1, 2]
@@ -206,7 +173,7 @@ def test_a_run_has_the_keys_that_users_rely_on(run: Run) -> None:
     assert run.messages == []
 
 
-def test_a_users_own_logger_gets_one_row_per_measurement(run: Run) -> None:
+def test_custom_logger_gets_one_row_per_measurement(run: Run) -> None:
     assert run.own.measured() == expected(run.monitor)
     assert run.own.saved == len(run.own.rows)
 
@@ -222,7 +189,7 @@ def test_tensorboard_has_every_number_at_its_step(run: Run) -> None:
     assert {tag: run.tensorboard.series(tag) for tag in series} == series
 
 
-def test_tensorboard_has_a_layout_whose_charts_have_lines(run: Run) -> None:
+def test_tensorboard_layout_charts_have_lines(run: Run) -> None:
     (layout,) = run.tensorboard.layouts()
     assert list(layout) == ["curvature between layers", "spectrum of the Hessian", "alerts", "cost"]
     lines = {chart.split(":")[0]: tags for chart, tags in run.tensorboard.charts().items()}
@@ -296,7 +263,7 @@ def test_callback_metrics_are_the_last_measurement(run: Run) -> None:
 
 
 @pytest.mark.parametrize("options", [{"val_check_interval": 2}, {"accumulate_grad_batches": 2}, {"validate": False}])
-def test_the_axis_is_lightnings_own(options: dict[str, Any]) -> None:
+def test_steps_match_lightnings_in_other_schedules(options: dict[str, Any]) -> None:
     own = Recorder()
 
     class Logged(Classifier):
@@ -335,7 +302,7 @@ def test_without_a_logger() -> None:
         trainer = fit(monitor, logger=False)
     last = monitor.spectra[-1].sharpness
     assert trainer.callback_metrics["hessian/lambda_1"].item() == float(np.float32(last))
-    assert told(caught) == []
+    assert curvmon_warnings(caught) == []
 
 
 def test_fast_dev_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +313,7 @@ def test_fast_dev_run(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer = fit(monitor, logger=True, fast_dev_run=True)
     assert type(trainer.logger).__name__ == "DummyLogger"
     assert monitor.snapshots and "hessian/lambda_1" in trainer.callback_metrics
-    assert told(caught) == []
+    assert curvmon_warnings(caught) == []
 
 
 def _unexpected(*args: Any, **kwargs: Any) -> None:
@@ -369,7 +336,7 @@ def sharpness() -> dict[bool, list[float]]:
 
 @pytest.mark.parametrize("validate", [True, False], ids=["validation", "no validation"])
 @pytest.mark.parametrize("first", [True, False], ids=["monitor first", "monitor last"])
-def test_checkpoints_and_early_stopping_see_the_new_value(
+def test_checkpoints_and_early_stopping_use_the_new_value(
     first: bool, validate: bool, sharpness: dict[bool, list[float]], tmp_path: Path
 ) -> None:
     series = sharpness[validate]
@@ -396,7 +363,7 @@ def test_checkpoints_and_early_stopping_see_the_new_value(
 
 @pytest.mark.parametrize("depth", [3, 8])
 @pytest.mark.parametrize("pairs", ["auto", True, False])
-def test_pairs_are_logged_one_by_one_where_they_are_few(depth: int, pairs: Any) -> None:
+def test_pairs_are_logged_up_to_six_nodes(depth: int, pairs: Any) -> None:
     own = Recorder()
     module = Classifier(depth)
     monitor = CurvatureMonitor(nodes=module.names, log_pairs=pairs, heatmaps=False, eigenvalues=1, initial=False)
@@ -413,7 +380,7 @@ def test_pairs_are_logged_one_by_one_where_they_are_few(depth: int, pairs: Any) 
         assert means == {f"{metric}/mean_d{d}" for d in range(0 if diagonal else 1, depth)}
 
 
-def test_only_the_metrics_that_were_asked_for() -> None:
+def test_selected_metrics() -> None:
     own = PictureRecorder()
     fit(CurvatureMonitor(metrics=["coupling"], eigenvalues=0, initial=False), logger=own)
     ((_, row),) = own.measured()
@@ -421,7 +388,7 @@ def test_only_the_metrics_that_were_asked_for() -> None:
     assert set(own.images) == {"heatmap/coupling", "by_distance"}
 
 
-def test_names_have_only_characters_that_every_logger_takes() -> None:
+def test_keys_have_only_characters_that_every_logger_accepts() -> None:
     class Named(Classifier):
         def __init__(self) -> None:
             super().__init__()
@@ -459,7 +426,7 @@ def test_two_monitors_in_one_trainer(tmp_path: Path) -> None:
     assert {tag[:8] for tags in found.charts().values() for tag in tags} == {"fold1-a/", "fold1-b/"}
 
 
-def test_a_users_own_layout_stays(tmp_path: Path) -> None:
+def test_tensorboard_layout_of_the_user_is_kept(tmp_path: Path) -> None:
     class WithLayout(Classifier):
         def on_fit_start(self) -> None:
             self.logger.experiment.add_custom_scalars({"mine": {"losses": ["Multiline", ["train_loss", "val_loss"]]}})
@@ -471,7 +438,7 @@ def test_a_users_own_layout_stays(tmp_path: Path) -> None:
     assert found.layouts() == [{"mine": {"losses": ["train_loss", "val_loss"]}}]
 
 
-def test_a_wandb_run_that_the_user_has_begun_has_our_axis(tmp_path: Path, quiet_wandb: None) -> None:
+def test_wandb_axis_in_a_run_started_by_the_user(tmp_path: Path, quiet_wandb: None) -> None:
     import wandb
 
     monitor = CurvatureMonitor(heatmaps=False, initial=False, log_key_prefix="x/")
@@ -486,7 +453,7 @@ def test_a_wandb_run_that_the_user_has_begun_has_our_axis(tmp_path: Path, quiet_
     assert row["x/hessian/lambda_1"] == monitor.spectra[0].sharpness
 
 
-def test_loggers_of_the_other_package(tmp_path: Path) -> None:
+def test_loggers_of_lightning_pytorch(tmp_path: Path) -> None:
     """`lightning.pytorch` has classes of its own with the same names."""
     from lightning.pytorch import loggers
 
@@ -500,7 +467,7 @@ def test_loggers_of_the_other_package(tmp_path: Path) -> None:
     assert len(found.layouts()) == 1
 
 
-def test_pictures_go_where_metrics_csv_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_pictures_are_saved_next_to_metrics_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket, say."""
     import fsspec
 
@@ -537,14 +504,14 @@ class Blind(PictureRecorder):
         raise TypeError("no pictures, please")
 
 
-def test_a_logger_that_fails_is_warned_of_once_and_the_others_get_everything() -> None:
+def test_failing_logger_warns_once_and_others_get_everything() -> None:
     raising, full, blind, other_blind, healthy = Raising(), FullDisk(), Blind(), Blind(), PictureRecorder()
     monitor = CurvatureMonitor()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fit(monitor, logger=[raising, full, blind, other_blind, healthy], epochs=EPOCHS)
     assert trainer.global_step == EPOCHS * BATCHES and trainer.state.finished
-    assert [message.split(";")[0] for message in told(caught)] == [
+    assert [message.split(";")[0] for message in curvmon_warnings(caught)] == [
         "curvmon: Raising (logger 1) did not take the numbers (ConnectionError: the server is gone)",
         "curvmon: FullDisk (logger 2) did not take the numbers (OSError: [Errno 28] No space left on device)",
         "curvmon: Blind (logger 3) did not take the pictures (TypeError: no pictures, please)",
@@ -556,7 +523,7 @@ def test_a_logger_that_fails_is_warned_of_once_and_the_others_get_everything() -
     assert raising.measured() == [] and len(raising.measured("val_loss")) == EPOCHS
 
 
-def test_a_full_disk_under_a_real_logger(tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path) -> None:
     """Every write to /dev/full fails with ENOSPC."""
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
@@ -575,12 +542,12 @@ def test_a_full_disk_under_a_real_logger(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         trainer = fit(monitor, logger=[csv, healthy], module=Silent(), epochs=2)
     assert trainer.global_step == 2 * BATCHES
-    (message,) = told(caught)
+    (message,) = curvmon_warnings(caught)
     assert "CSVLogger (logger 1) did not take the numbers (OSError: [Errno 28]" in message
     assert healthy.measured() == expected(monitor)
 
 
-def test_a_picture_that_cannot_be_drawn_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_that_cannot_be_drawn_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise ValueError("no such font")
 
@@ -589,13 +556,13 @@ def test_a_picture_that_cannot_be_drawn_is_left_out(monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(monitor, logger=own, epochs=2)
-    (message,) = told(caught)
+    (message,) = curvmon_warnings(caught)
     assert "a picture could not be drawn (ValueError: no such font)" in message
     assert own.measured() == expected(monitor)
     assert {key: list(by_step) for key, by_step in own.images.items()} == dict.fromkeys(PICTURES[4:], STEPS[:3])
 
 
-def test_a_picture_is_drawn_once_for_all_loggers_and_not_at_all_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_drawn_once_and_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     original = figures.heatmap
 

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from curvmon.records import METRICS
-from curvmon.reporting.loggers import PICTURES
+from curvmon.reporting.keys import picture_keys
 from curvmon.reporting.scalars import scalars
 from curvmon.reporting.wandb_workspace import wandb_workspace
-from tests.reporting.test_figures import made, seen
+from tests.helpers.synthetic_records import synthetic_measurement, synthetic_spectra
+
+PICTURES = picture_keys()
 
 
 def keys() -> list[str]:
-    (snapshot,) = seen(1)
-    return list(scalars(replace(snapshot, measurement=made(3), overhead=0.01, seconds=0.1)))
+    (snapshot,) = synthetic_spectra(1)
+    return list(scalars(replace(snapshot, measurement=synthetic_measurement(3), overhead=0.01, seconds=0.1)))
 
 
 @pytest.fixture(params=["", "fold.1/"])
@@ -39,7 +41,7 @@ def test_sections(prefix: str) -> None:
     assert [section.is_open for section in workspace.sections] == [True, True, True, True, False]
 
 
-def test_every_plot_has_the_lines_that_are_logged(prefix: str) -> None:
+def test_plots_match_logged_keys(prefix: str) -> None:
     workspace = wandb_workspace("me", "my-project", prefix=prefix)
     logged = [f"{prefix}{key}" for key in keys()] + [f"other/{key}" for key in keys()]
     lines = {
@@ -56,13 +58,13 @@ def test_every_plot_has_the_lines_that_are_logged(prefix: str) -> None:
     assert lines["overhead"] == {"curvmon/overhead"}
 
 
-def test_pictures_are_those_that_are_logged(prefix: str) -> None:
+def test_pictures_match_logged_keys(prefix: str) -> None:
     panels = sections_of(wandb_workspace("me", "my-project", prefix=prefix))[f"{prefix}pictures"]
     assert [key for panel in panels for key in panel.media_keys] == [f"{prefix}{key}" for key in PICTURES]
     assert {f"heatmap/{metric}" for metric in METRICS} | {"by_distance", "spectrum"} == set(PICTURES)
 
 
-def test_what_would_be_sent(prefix: str) -> None:
+def test_serialized_specification(prefix: str) -> None:
     """The specification as W&B stores it: our axis everywhere, R and the gap logarithmic."""
     section = wandb_workspace("me", "my-project", prefix=prefix)._to_model().spec.section
     panels = [panel for bank in section.panel_bank_config.sections for panel in bank.panels]
@@ -73,7 +75,7 @@ def test_what_would_be_sent(prefix: str) -> None:
     assert logarithmic == ["resonance by distance", "GN-Gap by distance"]
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "wandb_workspaces"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)

@@ -13,6 +13,7 @@ from curvmon.integrations.lightning.training_signals import TrainingSignals
 from curvmon.monitor.process_group import Ranks
 from curvmon.records import Alert, Snapshot
 from curvmon.reporting import alert_delivery
+from curvmon.reporting.keys import ALERT, Keys
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -26,7 +27,7 @@ class Alerting:
     ) -> None:
         self._manager = AlertManager(alerts)
         self._on_alert = on_alert
-        self._key = f"{log_key_prefix}curvmon/alert"
+        self._key = Keys(log_key_prefix)(ALERT)
         self._signals = TrainingSignals()
 
     @property

@@ -20,6 +20,7 @@ from curvmon.integrations.lightning.supported_runs import (
     validates,
     validates_unevenly,
 )
+from curvmon.metrics.registry import pair_metric_names
 from curvmon.monitor.budget import Budget, Plan
 from curvmon.monitor.history import History
 from curvmon.monitor.measuring import Measuring
@@ -28,8 +29,8 @@ from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.recipe import Recipe, untold
 from curvmon.monitor.settings import check_settings
 from curvmon.monitor.taking import Outcome
-from curvmon.records import METRICS, Alert, Measurement, Metric, Snapshot, Spectrum
-from curvmon.reporting.progress_bar import progress
+from curvmon.records import Alert, Measurement, Snapshot, Spectrum
+from curvmon.reporting.console import progress
 from curvmon.reporting.reporter import Report
 
 log = logging.getLogger("curvmon")
@@ -72,7 +73,7 @@ class CurvatureMonitor(CallbackBase):
     def __init__(
         self,
         nodes: Optional[list[str]] = None,  # noqa: UP045 - jsonargparse on older Pythons
-        metrics: Optional[list[Metric]] = None,  # noqa: UP045
+        metrics: Optional[list[str]] = None,  # noqa: UP045
         eigenvalues: int = 5,
         probe_size: int = 32,
         probe_batches: int = 1,
@@ -95,7 +96,7 @@ class CurvatureMonitor(CallbackBase):
         history_size: int = 1000,
     ) -> None:
         super().__init__()
-        self._metrics: Sequence[Metric] = METRICS if metrics is None else metrics
+        self._metrics: Sequence[str] = pair_metric_names() if metrics is None else metrics
         self._nodes = [nodes] if isinstance(nodes, str) else nodes
         check_settings(
             metrics=self._metrics,

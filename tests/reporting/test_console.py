@@ -1,4 +1,4 @@
-"""A bar for long measurements, and none for short ones."""
+"""The progress bar of the console: for long measurements, and none for short ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 
 from curvmon import CurvatureMonitor
-from curvmon.reporting import progress_bar as module
+from curvmon.reporting import console as module
 from tests.helpers.lightning_smoke import module_of
 
 
@@ -46,7 +46,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("bar", "kind"), [(RichProgressBar, "_Rich"), (TQDMProgressBar, "_Tqdm")])
-def test_a_long_measurement_has_a_bar(
+def test_long_measurement_has_a_progress_bar(
     bar: Any, kind: str, opened: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DELAY", 0.0)
@@ -59,18 +59,18 @@ def test_a_long_measurement_has_a_bar(
     assert all(0 < products <= most for (_, products), most in zip(reversed(opened), reversed(spent)))
 
 
-def test_a_short_one_has_none(opened: list[tuple[str, int]]) -> None:
+def test_short_measurement_has_no_progress_bar(opened: list[tuple[str, int]]) -> None:
     fit(TQDMProgressBar(), CurvatureMonitor(eigenvalues=1, heatmaps=False))
     assert opened == []
 
 
-def test_no_bar_where_lightning_shows_none(opened: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_progress_bar_without_lightnings(opened: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DELAY", 0.0)
     fit(None, CurvatureMonitor(eigenvalues=1, heatmaps=False))
     assert opened == []
 
 
-def test_a_bar_that_fails_costs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_progress_bar_costs_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise OSError("no terminal")
 

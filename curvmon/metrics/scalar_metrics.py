@@ -1,0 +1,132 @@
+"""Numbers that a snapshot has once: the spectrum of the loss Hessian, the loss, the cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from curvmon.metrics.registry import ALERTS, COST, SPECTRUM, AlertSpec, ScalarMetric
+from curvmon.records import Snapshot
+
+Read = Callable[[Snapshot], Sequence[float]]
+
+
+def _spectrum(attribute: str) -> Read:
+    return lambda snapshot: () if snapshot.spectrum is None else (getattr(snapshot.spectrum, attribute),)
+
+
+def _snapshot(attribute: str) -> Read:
+    return lambda snapshot: (float(getattr(snapshot, attribute)),)
+
+
+def _further_eigenvalues(snapshot: Snapshot) -> Sequence[float]:
+    return () if snapshot.spectrum is None else snapshot.spectrum.eigenvalues[1:].tolist()
+
+
+def _scalar(name: str, title: str, key: str, read: Read, **fields: Any) -> ScalarMetric:
+    return ScalarMetric(name=name, title=title, key=key, read=read, **fields)
+
+
+SCALARS = (
+    _scalar(
+        "lambda_1",
+        "top eigenvalue",
+        "hessian/lambda_1",
+        _spectrum("sharpness"),
+        symbol="λ₁",
+        meaning="the sharpness: largest eigenvalue of the loss Hessian w.r.t. the parameters",
+        good="rises until the stability ratio is about 1, then changes slowly",
+        bad="a jump",
+        action="look at the stability ratio, and at the layer the alert names",
+        section=SPECTRUM,
+        chart="top eigenvalues",
+        alert=AlertSpec(
+            threshold=6.0,
+            family_threshold=6.0,
+            smallest_change=0.4,
+            rise="the loss became sharper along its sharpest direction",
+            fall="the loss became flatter along its sharpest direction",
+        ),
+    ),
+    _scalar(
+        "lambda_k",
+        "further top eigenvalues",
+        "hessian/lambda_{}",
+        _further_eigenvalues,
+        first=2,
+        section=SPECTRUM,
+        chart="top eigenvalues",
+    ),
+    _scalar(
+        "lambda_min",
+        "smallest eigenvalue",
+        "hessian/lambda_min",
+        _spectrum("smallest"),
+        symbol="λ_min",
+        meaning="the most negative curvature",
+        good="small compared with λ₁",
+        bad="below −0.5 λ₁ while the loss stalls: a saddle",
+        action="more noise, momentum, a larger learning rate",
+        section=SPECTRUM,
+        chart="smallest eigenvalue",
+    ),
+    _scalar(
+        "stability_ratio",
+        "stability ratio",
+        "hessian/stability_ratio",
+        _spectrum("stability_ratio"),
+        meaning="λ₁ over the largest stable sharpness of the optimizer",
+        good="up to about 1, which most runs reach; with mini-batches, several times 1",
+        bad="far above 1 for long (alert at 20)",
+        action="lower the learning rate, use a longer warm-up",
+        section=SPECTRUM,
+        chart="distance from the edge of stability",
+    ),
+    _scalar(
+        "trace",
+        "trace",
+        "hessian/trace",
+        _spectrum("trace"),
+        symbol="tr H",
+        meaning="sum of all eigenvalues",
+        good="changes slowly",
+        bad="a jump",
+        action="look at λ₁: if it did not change, many small eigenvalues did",
+        section=SPECTRUM,
+        chart="trace",
+    ),
+    _scalar("trace_stderr", "standard error of the trace", "hessian/trace_stderr", _spectrum("trace_stderr")),
+    _scalar(
+        "ggn_lambda_1", "top eigenvalue of the Gauss-Newton matrix", "hessian/ggn_lambda_1", _spectrum("ggn_eigenvalue")
+    ),
+    _scalar(
+        "ggn_error",
+        "GGN error",
+        "hessian/ggn_error",
+        _spectrum("ggn_error"),
+        meaning="relative difference between the top eigenvalue of the Gauss–Newton matrix and λ₁",
+        good="near 0",
+        bad="near 1",
+        action="do not use the sharpness of Gauss–Newton in place of λ₁",
+        section=SPECTRUM,
+        chart="error of Gauss-Newton",
+    ),
+    _scalar(
+        "loss",
+        "loss of the probe batch",
+        "curvmon/loss",
+        _snapshot("loss"),
+        alert=AlertSpec(
+            threshold=9.0,  # a single sample can change it
+            family_threshold=9.0,
+            smallest_change=0.4,
+            rise="the network is forgetting what it had learned",
+            fall="the network improved abruptly",
+        ),
+    ),
+    _scalar("alerts", "alerts so far", "curvmon/alerts", _snapshot("alerts"), section=ALERTS, chart="alerts so far"),
+    _scalar("overhead", "overhead", "curvmon/overhead", _snapshot("overhead"), section=COST, chart="overhead"),
+    _scalar("seconds", "seconds", "curvmon/seconds", _snapshot("seconds"), section=COST, chart="seconds"),
+    _scalar("hvps", "Hessian-vector products", "curvmon/hvps", _snapshot("hvps")),
+    _scalar("skipped", "skipped measurements", "curvmon/skipped", _snapshot("skipped")),
+)

@@ -1,0 +1,195 @@
+"""The metric registry: what is in it, and that a fifth pair metric needs its own file and one registration."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+import curvmon
+import curvmon.metrics.mean_curvature
+from curvmon import Alert, CurvatureMonitor, CurvmonError
+from curvmon.alerts.manager import AlertManager
+from curvmon.metrics import PairMetric, register, registry, unregister
+from curvmon.records import METRICS, Snapshot
+from curvmon.reporting import figures
+from curvmon.reporting.console import summary
+from curvmon.reporting.dashboards import sections
+from curvmon.reporting.scalars import scalars
+from tests.helpers.lightning_smoke import module_of
+from tests.helpers.recorders import PictureRecorder
+from tests.helpers.synthetic_records import synthetic_measurement, synthetic_spectra
+from tests.helpers.toy_metric import TOY
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture
+def toy() -> Iterator[PairMetric]:
+    yield register(TOY)
+    unregister("toy")
+
+
+# ---- what is registered ----
+
+
+def test_measured_metrics_are_registered() -> None:
+    assert registry.pair_metric_names() == METRICS
+    assert len({spec.name for spec in registry.all_metrics()}) == len(registry.all_metrics())
+
+
+def test_every_metric_of_the_table_is_described() -> None:
+    described = [spec for spec in registry.all_metrics() if spec.meaning]
+    assert {spec.name for spec in described} >= {*METRICS, "lambda_1", "lambda_min", "stability_ratio", "ggn_error"}
+    assert all(spec.good and spec.bad and spec.action for spec in described)
+    # a cell must not end the cell
+    assert not any("|" in text for spec in described for text in (spec.meaning, spec.good, spec.bad, spec.action))
+
+
+def test_every_logged_key_has_a_metric() -> None:
+    (snapshot,) = synthetic_spectra(1)
+    keys = scalars(replace(snapshot, measurement=synthetic_measurement(3), seconds=1.0, overhead=0.1))
+    assert {key for key in keys if key.split("/")[0] not in METRICS} == {
+        key for spec in registry.scalar_metrics() for key in spec.scalars(replace(snapshot, seconds=1.0))
+    }
+    patterns = [spec.chart_keys for spec in registry.all_metrics() if spec.chart]
+    assert all(any(re.fullmatch(pattern, key) for key in keys) for pattern in patterns)
+
+
+def test_specifications_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        registry.get("resonance").log_scale = False  # type: ignore[misc]
+
+
+def test_names_are_unique_and_checked() -> None:
+    with pytest.raises(CurvmonError, match="a metric named 'coupling' is registered already"):
+        register(replace(TOY, name="coupling"))
+    with pytest.raises(CurvmonError, match=r"no metric 'toy'; .* are resonance, coupling, stable_rank, gn_gap$"):
+        CurvatureMonitor(metrics=["toy"])
+    with pytest.raises(CurvmonError, match="no metric 'lambda_1'; the metrics are resonance"):
+        registry.pair_metric("lambda_1")
+    with pytest.raises(CurvmonError, match=r"no metric 'lambda_0'; the metrics are resonance.*lambda_1"):
+        registry.get("lambda_0")
+
+
+def test_readme_table() -> None:
+    """`make docs` writes it."""
+    table = re.search(r"<!-- metrics -->\n(.*?)\n<!-- /metrics -->", README.read_text(), re.DOTALL)
+    if table is None:
+        pytest.skip("the README has no <!-- metrics --> markers")
+    assert table[1] == registry.markdown_table()
+
+
+def test_mean_curvature_is_imported_on_first_use() -> None:
+    assert curvmon.metrics.MeanCurvature is curvmon.metrics.mean_curvature.MeanCurvature
+    with pytest.raises(AttributeError, match="no attribute 'Accuracy'"):
+        curvmon.metrics.Accuracy  # noqa: B018
+
+
+# ---- a fifth pair metric ----
+
+
+def test_toy_metric_in_a_run(toy: PairMetric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scalars, heatmap, figure by distance and callback_metrics of a real fit."""
+    panels: list[str] = []
+    original = figures.by_distance
+
+    def by_distance(*args: Any) -> Any:
+        figure = original(*args)
+        panels.extend(axis.get_title() for axis in figure.axes)
+        return figure
+
+    monkeypatch.setattr(figures, "by_distance", by_distance)
+    torch.manual_seed(0)
+    logger = PictureRecorder()
+    monitor = CurvatureMonitor(metrics=["coupling", "toy"], eigenvalues=0, initial=False)
+    trainer = pl.Trainer(
+        max_epochs=1, callbacks=[monitor], logger=logger, enable_checkpointing=False, enable_model_summary=False,
+        enable_progress_bar=False, accelerator="cpu", log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module_of(pl)())
+    (measurement,) = monitor.history
+    ((step, row),) = logger.measured()
+    n = len(measurement.nodes)
+    assert {key for key in row if key.endswith("/mean_d1")} == {"coupling/mean_d1", "toy/mean_d1"}
+    for d in range(n):
+        diagonal = measurement.spectral_norm.diagonal(d)
+        assert row[f"toy/mean_d{d}"] == pytest.approx(diagonal.mean().item(), rel=1e-12)
+        assert row[f"toy/mean_d{d}_stderr"] == pytest.approx(0.01 * diagonal.mean().item(), rel=1e-12)
+    for pair in measurement.pairs():
+        i, j = (measurement.nodes.index(name) for name in pair)
+        assert row[f"toy/{pair}"] == measurement.spectral_norm[i, j].item()
+    assert trainer.callback_metrics["toy/mean_d0"].item() == pytest.approx(row["toy/mean_d0"])
+    assert set(logger.images) == {"heatmap/coupling", "heatmap/toy", "by_distance"}
+    assert logger.images["heatmap/toy"][step].std() > 10
+    assert panels == ["coupling  C", "toy metric"]
+
+
+def test_toy_metric_in_figures(toy: PairMetric) -> None:
+    measurement = synthetic_measurement(4)
+    axes = figures.heatmap(measurement, "toy").axes[0]
+    assert torch.equal(torch.from_numpy(axes.images[0].get_array().data), measurement.spectral_norm)
+    assert type(axes.images[0].norm).__name__ == "LogNorm"
+    axis = figures.by_distance(measurement).axes[4]
+    assert axis.get_title() == "toy metric" and axis.get_yscale() == "log"
+    (mean,) = (line for line in axis.lines if line.get_label() == "mean")
+    assert list(mean.get_ydata()) == toy.by_distance(measurement).tolist()
+
+
+def test_toy_metric_in_dashboards_console_and_table(toy: PairMetric) -> None:
+    charts = {chart.title: chart for chart in sections()["curvature between layers"]}
+    assert charts["toy metric by distance"].log_scale
+    assert re.fullmatch(charts["toy metric by distance"].names, "toy/mean_d2")
+    assert "Y(layer1, layer3) " in summary(Snapshot(step=0, epoch=0, measurement=synthetic_measurement(3)))
+    row = "| toy metric Y | the largest singular value of a block | any | none | nothing |"
+    assert row in registry.markdown_table().splitlines()
+
+
+def alerts_of_a_jump(factor: float) -> list[Alert]:
+    """Twenty snapshots; in the last five the toy metric of every pair, and nothing else, is `factor` times as large."""
+    rng, manager, past, alerts = random.Random(0), AlertManager(), [], []
+    for i in range(20):
+        quiet = synthetic_measurement(4)
+        level = math.exp(0.02 * rng.gauss(0, 1)) * (factor if i >= 15 else 1.0)
+        snapshot = Snapshot(step=i, epoch=i, measurement=replace(quiet, spectral_norm=level * quiet.spectral_norm))
+        alerts += [alert for alert in manager.update(snapshot, past) if alert.level != "info"]
+        past.append(snapshot)
+    return alerts
+
+
+def test_toy_metric_raises_an_alert(toy: PairMetric) -> None:
+    (alert,) = alerts_of_a_jump(5.0)
+    assert (alert.kind, alert.metric, alert.step) == ("jump", "toy", 15)
+    assert 4 < alert.after / alert.before < 6
+    assert "toy metric" in alert.message and "the toy metric rises in tests only" in alert.message
+    (alert,) = alerts_of_a_jump(0.2)
+    assert "the toy metric falls in tests only" in alert.message
+    assert alerts_of_a_jump(1.0) == []
+
+
+@pytest.mark.parametrize("compute", [lambda m: 1 / 0, lambda m: (torch.zeros(2, 3), torch.zeros(2, 3))])
+def test_metric_that_cannot_be_computed_is_undefined(compute: Any) -> None:
+    """A user's function must not stop a run, nor hide the other metrics and alerts."""
+    broken = register(replace(TOY, name="broken", compute=compute))
+    try:
+        measurement = synthetic_measurement(3)
+        with pytest.warns(UserWarning, match=r"metric 'broken' could not be computed \((ZeroDivision|Runtime)Error: "):
+            assert broken.values(measurement).isnan().all() and broken.stderr(measurement).isnan().all()
+            keys = scalars(Snapshot(step=0, epoch=0, measurement=measurement))
+            assert "coupling/mean_d1" in keys and not any(key.startswith("broken/") for key in keys)
+            assert len(figures.by_distance(measurement).axes) == 5
+            assert alerts_of_a_jump(5.0) == []
+    finally:
+        unregister("broken")
+
+
+def test_no_alert_without_the_registration() -> None:
+    assert alerts_of_a_jump(5.0) == []
