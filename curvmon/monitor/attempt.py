@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from curvmon.isolation.collectives import secluded
+from curvmon.isolation.collectives import collectives_refused
 from curvmon.monitor.fallbacks import ErrorKind, classify, describe
 from curvmon.monitor.process_group import Ranks, same_buffers
 from curvmon.monitor.quantities import (
@@ -98,7 +98,7 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
             stack.enter_context(target.isolation())
             # Trainer(detect_anomaly=True) would print tracebacks of passes that fail on purpose
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
-            stack.enter_context(secluded(ranks.world_size))
+            stack.enter_context(collectives_refused(ranks.world_size))
             if "pairs" in request.parts and ranks.measures_pairs:
                 measurement = measure_pairs(
                     request.settings,
