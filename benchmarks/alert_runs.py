@@ -1,8 +1,8 @@
 """Real training runs of small networks, measured after every epoch; quiet, or disturbed by one event.
 
 Residual networks with batch norm on scikit-learn's digits, with random shifts, by SGD with momentum or AdamW and a
-cosine schedule, with ReLU or SiLU. Every event strikes a copy of the same quiet run, so that both have the same past:
-what acts through training a whole epoch before the measurement, what acts at once half an epoch before.
+cosine schedule, with ReLU or SiLU. Every event disturbs a copy of the same quiet run, so that both have the same past:
+an event that acts through training a whole epoch before the measurement, one that acts at once half an epoch before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from curvmon.alerts.context import Circumstances, circumstances
+from curvmon.alerts.context import Context, context_values
 from curvmon.errors import CurvmonError
 from curvmon.monitor.quantities import Settings, measure_pairs, measure_spectrum
 from curvmon.records import Snapshot
@@ -73,11 +73,11 @@ def digits(seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Observed(NamedTuple):
-    """What a monitor sees at one moment."""
+    """What a monitor sees at one measurement."""
 
     snapshot: Snapshot | str
     """or why there is none"""
-    circumstances: Circumstances
+    context: Context
 
 
 class Run:
@@ -140,15 +140,15 @@ class Run:
 
     def measure(self) -> Observed:
         try:
-            found = measure_pairs(self.settings, self.model, [self.probe], _loss)
+            measurement = measure_pairs(self.settings, self.model, [self.probe], _loss)
             spectrum, self._start = measure_spectrum(
                 self.settings, self.model, [self.probe], _loss, start=self._start, optimizer=self.optimizer
             )
         except CurvmonError as error:
-            return Observed(str(error), Circumstances())
-        values = circumstances(self.model, self.optimizer.param_groups[0]["lr"], self.training_loss)
-        snapshot = Snapshot(step=self.step, epoch=self.epoch, measurement=found, spectrum=spectrum)
-        return Observed(snapshot, Circumstances(values, found.operations))
+            return Observed(str(error), Context())
+        values = context_values(self.model, self.optimizer.param_groups[0]["lr"], self.training_loss)
+        snapshot = Snapshot(step=self.step, epoch=self.epoch, measurement=measurement, spectrum=spectrum)
+        return Observed(snapshot, Context(values, measurement.operations))
 
 
 def _loss(model: Any, batch: Any) -> Tensor:
@@ -199,11 +199,11 @@ def not_a_number(run: Run) -> None:
 
 
 class Event(NamedTuple):
-    strike: Callable[[Run], None]
+    apply: Callable[[Run], None]
     place: str | None
     """the node at whose output or in whose forward it happens; None: everywhere"""
     when: Literal["start", "middle", "end"] = "start"
-    """of the epoch before the measurement; the end where training would mend it"""
+    """of the epoch before the measurement; "end" if training would undo it"""
 
 
 EVENTS = {
@@ -244,20 +244,20 @@ def record(seed: int, validations: int = VALIDATIONS) -> tuple[list[Observed], l
 def record_steady(seed: int, validations: int = VALIDATIONS) -> list[Observed]:
     """A quiet run at a constant learning rate, where the curvature of small networks swings by itself."""
     run = Run(seed, steady=True)
-    found = [run.measure()]
+    measured = [run.measure()]
     for _ in range(1, validations):
         run.train()
-        found.append(run.measure())
-    return found
+        measured.append(run.measure())
+    return measured
 
 
 def _branch(run: Run, event: Event) -> list[Observed]:
-    found = []
+    measured = []
     for i in range(AFTER):
         if i == 0 and event.when == "start":
-            event.strike(run)
-        run.train(event.strike if i == 0 and event.when == "middle" else None)
+            event.apply(run)
+        run.train(event.apply if i == 0 and event.when == "middle" else None)
         if i == 0 and event.when == "end":
-            event.strike(run)
-        found.append(run.measure())
-    return found
+            event.apply(run)
+        measured.append(run.measure())
+    return measured

@@ -1,4 +1,4 @@
-"""Synthetic series of few points, quiet or with one jump, on a logarithmic scale."""
+"""Synthetic sequences of few values, quiet or with one jump, on a logarithmic scale."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def draw(kind: str, length: int, noise: float, rng: random.Random) -> list[float
 
 
 def collection(seed: int, each: int) -> tuple[list[Series], list[Series]]:
-    """Quiet series and as many with a jump of 10 to 30 times the noise, at least twofold, from the ninth point on."""
+    """Quiet sequences, and as many with a jump of 10 to 30 times the noise and at least twofold, not before the ninth
+    value."""
     rng = random.Random(seed)
     quiet, jumping = [], []
     for kind in KINDS:

@@ -1,9 +1,9 @@
-"""False alarms and detection of alerts, against river's detectors and a three-sigma rule on the same series.
+"""False alarms and detection rate of alerts, compared with river's detectors and a three-sigma rule on the same data.
 
     python -m benchmarks.alerts --write docs/alerts-table.md
 
-Synthetic series and real training runs (`alert_series.py`, `alert_runs.py`). Thresholds, those of the other detectors
-included, were chosen on seeds below 1000; the table is made with seeds from 1000 on. Recorded runs are kept in --cache.
+Synthetic sequences and real training runs (`alert_series.py`, `alert_runs.py`). Thresholds, also those of the other
+detectors, were chosen on seeds below 1000; the table uses seeds from 1000 on. Recorded runs are kept in --cache.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from benchmarks.alert_runs import EVENTS, Observed, record, record_steady
 from benchmarks.alert_series import KINDS, Series, collection
 from curvmon import ChangeDetector
-from curvmon.alerts.context import Circumstances
-from curvmon.alerts.features import watched
-from curvmon.alerts.manager import Alarms
+from curvmon.alerts.context import Context
+from curvmon.alerts.features import features_of
+from curvmon.alerts.manager import AlertManager
 from curvmon.records import Snapshot
 
 REPORTED = 1000
 """the first seed of the table"""
 EACH = 200
-"""synthetic series of a kind"""
+"""synthetic sequences of a kind"""
 
 
 class Detector(Protocol):
@@ -80,17 +80,17 @@ class Score(NamedTuple):
     false: float
     """alarms per thousand quiet points"""
     first: float
-    """share of events told at the first point after them"""
+    """share of events detected at the first point after them"""
     second: float
-    """at the second at the latest"""
+    """within two points"""
 
 
 def scored(make: Callable[[], Detector], quiet: Sequence[Series], jumping: Sequence[Series]) -> Score:
     alarms = sum(len(alarms_in(make, series)) for series in quiet)
     points = sum(len(series.values) for series in quiet)
-    told = [alarms_in(make, series) for series in jumping]
-    first = [series.at in found for series, found in zip(jumping, told)]
-    second = [hit or (series.at or 0) + 1 in found for hit, series, found in zip(first, jumping, told)]
+    detected = [alarms_in(make, series) for series in jumping]
+    first = [series.at in at for series, at in zip(jumping, detected)]
+    second = [hit or (series.at or 0) + 1 in at for hit, series, at in zip(first, jumping, detected)]
     return Score(1000 * alarms / points, statistics.mean(first), statistics.mean(second))
 
 
@@ -100,7 +100,7 @@ def alarms_in(make: Callable[[], Detector], series: Series) -> list[int]:
 
 
 def chosen(name: str) -> Callable[[], Detector]:
-    """The settings that tell most events within two points at no more than five false alarms per thousand points,
+    """The settings that detect most events within two points at no more than five false alarms per thousand points,
     else those with the fewest false alarms; on tuning seeds."""
     quiet, jumping = collection(0, 30)
     candidates = [(scored(_river(name, **options), quiet, jumping), options) for options in RIVER[name]]
@@ -112,11 +112,11 @@ def recorded(seed: int, cache: Path) -> tuple[list[Any], list[tuple[str, int, li
     """The runs of a seed, from the cache if they are there: snapshots, or the reason where there is none."""
     path = cache / f"run{seed}.pt"
     if not path.exists():
-        quiet, disturbed = record(seed)
+        measured, disturbed = record(seed)
         cache.mkdir(parents=True, exist_ok=True)
-        torch.save((_plain(quiet), [(d.event, d.at, _plain(d.measured)) for d in disturbed]), path)
-    found, events = torch.load(path, weights_only=True)
-    return _observed(found), [(event, at, _observed(measured)) for event, at, measured in events]
+        torch.save((_plain(measured), [(d.event, d.at, _plain(d.measured)) for d in disturbed]), path)
+    quiet, events = torch.load(path, weights_only=True)
+    return _observed(quiet), [(event, at, _observed(measured)) for event, at, measured in events]
 
 
 def recorded_steady(seed: int, cache: Path) -> list[Observed]:
@@ -129,47 +129,46 @@ def recorded_steady(seed: int, cache: Path) -> list[Observed]:
 
 def _plain(measured: Sequence[Observed]) -> list[Any]:
     return [
-        (m.snapshot if isinstance(m.snapshot, str) else m.snapshot.to_dict(), *map(dict, m.circumstances))
-        for m in measured
+        (m.snapshot if isinstance(m.snapshot, str) else m.snapshot.to_dict(), *map(dict, m.context)) for m in measured
     ]
 
 
 def _observed(stored: Sequence[Any]) -> list[Observed]:
     return [
-        Observed(s if isinstance(s, str) else Snapshot.from_dict(s), Circumstances(values, operations))
+        Observed(s if isinstance(s, str) else Snapshot.from_dict(s), Context(values, operations))
         for s, values, operations in stored
     ]
 
 
 def alerts_in(measured: Sequence[Observed], alone: bool = False) -> list[int]:
-    """Where curvmon tells of something, all rules included; `alone`: from the curvature, without circumstances."""
-    alarms, found, past = Alarms(), [], []
-    for i, (snapshot, circumstances) in enumerate(measured):
+    """Where curvmon raises an alert, all rules included; `alone`: from the curvature, without the context."""
+    manager, raised_at, past = AlertManager(), [], []
+    for i, (snapshot, context) in enumerate(measured):
         if isinstance(snapshot, str):
-            alerts = alarms.diverged(snapshot, i, i)
+            alerts = manager.diverged(snapshot, i, i)
         else:
-            alerts = alarms.update(snapshot, past, None if alone else circumstances)
+            alerts = manager.update(snapshot, past, None if alone else context)
             past.append(snapshot)
-        found += [i for alert in alerts if alert.level != "info"]
-    return found
+        raised_at += [i for alert in alerts if alert.level != "info"]
+    return raised_at
 
 
 def others_in(make: Callable[[], Detector], few: bool, measured: Sequence[Observed]) -> list[int]:
-    """Where a detector of single series finds something in one of all the series that curvmon watches.
+    """Where a detector of single features detects a change in one of all the features that curvmon watches.
 
     `few`: only in the mean resonance, the top eigenvalue or the loss, so that false alarms do not add up. A measurement
-    that is not finite counts as told.
+    that is not finite counts as detected.
     """
     detectors: dict[tuple[str, str], Detector] = defaultdict(make)
-    found = []
+    detected_at = []
     for i, (snapshot, _) in enumerate(measured):
         if isinstance(snapshot, str):
-            found.append(i)
+            detected_at.append(i)
             continue
-        points = [p for p in watched(snapshot) if not few or p.family in ("level", "lambda_1", "loss")]
-        hits = [detectors[p.family, p.where](p.value, 0.0) for p in points]
-        found += [i] * any(hits)
-    return found
+        features = [f for f in features_of(snapshot) if not few or f.family in ("level", "lambda_1", "loss")]
+        hits = [detectors[f.family, f.where](f.value, 0.0) for f in features]
+        detected_at += [i] * any(hits)
+    return detected_at
 
 
 class Outcome(NamedTuple):
@@ -194,9 +193,9 @@ def runs_scored(find: Find, runs: Sequence[Any], steady: Sequence[list[Observed]
     repeated = 0
     for _, events in runs:
         for event, at, measured in events:
-            found = [i for i in find(measured) if i >= at]
-            by_event[event].append((at in found, at in found or at + 1 in found))
-            repeated += max(0, len(found) - 1)
+            alarms = [i for i in find(measured) if i >= at]
+            by_event[event].append((at in alarms, at in alarms or at + 1 in alarms))
+            repeated += max(0, len(alarms) - 1)
     every = [hit for hits in by_event.values() for hit in hits]
     return Outcome(
         quiet=sum(len(find(measured)) for measured, _ in runs),
@@ -226,9 +225,9 @@ def report(seeds: int, cache: Path) -> str:
     }
     quiet, jumping = collection(REPORTED, EACH)
     scores = {name: scored(make, quiet, jumping) for name, make in detectors.items()}
-    rows = [["", "false alarms per 1,000 points", "told at the first point", "within two"]]
+    rows = [["", "false alarms per 1,000 points", "detected at the first point", "within two"]]
     rows += [[name, f"{s.false:.2f}", f"{s.first:.1%}", f"{s.second:.1%}"] for name, s in scores.items()]
-    kinds = [["curvmon on", "false alarms per 1,000 points", "told at the first point", "within two"]]
+    kinds = [["curvmon on", "false alarms per 1,000 points", "detected at the first point", "within two"]]
     for kind in KINDS:
         s = scored(ours, [q for q in quiet if q.kind == kind], [j for j in jumping if j.kind == kind])
         kinds.append([kind, f"{s.false:.2f}", f"{s.first:.1%}", f"{s.second:.1%}"])
@@ -236,34 +235,34 @@ def report(seeds: int, cache: Path) -> str:
     runs, steady = ([made(seed, cache) for seed in reported] for made in (recorded, recorded_steady))
     finders: dict[str, Find] = {"curvmon": alerts_in, "curvmon, curvature alone": partial(alerts_in, alone=True)}
     for name in ("three sigma", "PageHinkley", "ADWIN"):
-        finders[f"{name}, all series"] = partial(others_in, detectors[name], False)
-        finders[f"{name}, three series"] = partial(others_in, detectors[name], True)
-    found = {name: runs_scored(find, runs, steady) for name, find in finders.items()}
+        finders[f"{name}, all features"] = partial(others_in, detectors[name], False)
+        finders[f"{name}, three features"] = partial(others_in, detectors[name], True)
+    outcomes = {name: runs_scored(find, runs, steady) for name, find in finders.items()}
     head = (
         f"alarms in {seeds} quiet runs",
         "at a constant rate",
-        "told at the first measurement",
+        "detected at the first measurement",
         "within two",
         "repeated",
     )
     real = [["", *head]]
     real += [
         [name, str(o.quiet), str(o.steady), f"{o.first:.1%}", f"{o.second:.1%}", str(o.repeated)]
-        for name, o in found.items()
+        for name, o in outcomes.items()
     ]
-    shown = {name: o for name, o in found.items() if not name.endswith("all series")}
+    shown = {name: o for name, o in outcomes.items() if not name.endswith("all features")}
     events = [["first / within two", *shown], *([e, *(o.by_event[e] for o in shown.values())] for e in EVENTS)]
     return "\n\n".join(
         [
             "# Alerts: false alarms and detection",
-            f"Made with `make bench-alerts`: {EACH} quiet series and {EACH} with a jump of each kind, {seeds} seeds of "
-            "real training runs, all with seeds that no threshold was chosen on.",
-            "### Synthetic series",
+            f"Made with `make bench-alerts`: {EACH} quiet sequences and {EACH} with a jump of each kind, {seeds} seeds "
+            "of real training runs, all with seeds that no threshold was chosen on.",
+            "### Synthetic sequences",
             table(rows),
             table(kinds),
             "### Real training runs, 30 measurements each",
-            "curvmon also looks at the circumstances: learning rate, training loss, sizes of weights, running "
-            "statistics, and what the network computes. The other detectors watch each series by itself: all that "
+            "curvmon also takes the context into account: learning rate, training loss, norms of weights, running "
+            "statistics, and what the network computes. The other detectors watch each feature by itself: all that "
             "curvmon watches, or only the mean resonance, the top eigenvalue and the loss, where false alarms do not "
             "add up. "
             '"Repeated": alarms after the first one in the seven measurements from an event on.',

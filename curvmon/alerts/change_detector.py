@@ -1,40 +1,40 @@
-"""Abrupt changes in one series of few points, each with a known standard error.
-
-A point is a jump if it is far from what the series so far lets expect (`expectation.py`), and by enough to matter. One
-that is less far off waits: if the next point is off to the same side, the two together are a jump. A drift is a run of
-smaller errors of one sign.
-"""
+"""`ChangeDetector`: the monitor's detector (`detector.py`) on a single quantity, as part of the public interface."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from curvmon.alerts.forecast import WINDOW, Expectation, Surprise
+from curvmon.alerts.detector import Change, Detector, DetectorSettings, Thresholds
+from curvmon.alerts.features import Feature
+from curvmon.alerts.forecast import WINDOW
 from curvmon.records import Alert
 
 Scale = Literal["log", "linear"]
-Kind = Literal["jump", "drift"]
+FAMILY = "value"
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What counts as a change. `matters` is in units of the scale: 0.4 is a factor of 1.5 where that is logarithmic."""
+    """What counts as a change. `matters` and `least_spread` are in units of the scale: 0.4 on a logarithmic one is a
+    factor of 1.5."""
 
     threshold: float = 6.0
     """of a jump, in standard deviations"""
     confirmed: float = 3.8
-    """of a jump that two points in a row agree on"""
+    """of a jump that two values in a row agree on"""
     matters: float = 0.4
+    """smaller changes do not count"""
     warm_up: int = 6
-    """points before the first decision, and after a change before the next"""
+    """values before the first decision, and after a change before the next"""
     drift_threshold: float = 14.0
+    """of the cumulative sum of forecast errors, in standard deviations"""
     drift_slack: float = 1.0
-    """standard deviations a point may be off in one direction without adding to a drift"""
+    """standard deviations that a forecast error may have without adding to the sum"""
     least_spread: float = 0.02
-    """nothing is ever expected more exactly than this, in units of the scale"""
+    """lower bound of the standard deviation of a forecast"""
 
     def __post_init__(self) -> None:
         if not 0 < self.confirmed <= self.threshold:
@@ -45,24 +45,21 @@ class Sensitivity:
             raise ValueError("matters must not be negative, least_spread must be positive")
 
 
-class Point(NamedTuple):
-    value: float
-    """on the scale"""
-    stderr: float
-
-
 class ChangeDetector:
-    """Tells when a series changes abruptly, and otherwise keeps silent.
+    """Detects abrupt changes of a quantity with few values, each with its standard error.
 
-    Give it every new value with its standard error; it returns an `Alert` for a jump or a persistent drift, else None.
-    After a change it forgets what was before and arms itself again within a few points. Values that are not finite are
-    passed over, on a logarithmic scale also those that are not positive.
+    `update` takes every new value and returns an `Alert` for a jump or a persistent drift, else None. After a change
+    the past is dropped, and detection pauses for `warm_up` values. Values that are not finite are skipped, on a
+    logarithmic scale also those that are not positive.
 
     Args:
-        scale: "log" for quantities whose ratios count (resonance, eigenvalues), "linear" for others; then `matters` and
-            `least_spread` are in units of the values and should be given.
+        scale: "log" for quantities whose ratios matter (resonance, eigenvalues), "linear" for others; set `matters` and
+            `least_spread` then, which are in units of the values.
         sensitivity: what counts as a change.
         options: single fields of `Sensitivity`.
+
+    Raises:
+        ValueError: the scale is unknown, or the sensitivity contradicts itself.
 
     Example:
         >>> from curvmon import ChangeDetector
@@ -79,107 +76,64 @@ class ChangeDetector:
             raise ValueError(f'scale must be "log" or "linear", not {scale!r}')
         self.scale = scale
         self.sensitivity = replace(sensitivity or Sensitivity(), **options)
-        self._expectation = Expectation(self.sensitivity.least_spread)
-        self._waiting: Point | None = None
-        """a point that is off, but not far enough to be a jump by itself"""
-        self._sums = [0.0, 0.0]
-        """of standardised errors, upwards and downwards"""
+        self._detector = _detector(self.sensitivity)
         self._count = 0
 
     def update(self, value: float, stderr: float = 0.0) -> Alert | None:
-        """Take one more point; an `Alert` if it is a change."""
-        point = self._scaled(value, stderr)
-        if point is None:
+        """Take one more value; an `Alert` if it is a change."""
+        feature = self._feature(value, stderr)
+        if feature is None:
             return None
         self._count += 1
-        surprise = self._expectation.look(*point)
-        kind: Kind | None = "jump" if self._confirms(surprise) else None
-        if kind is None and self._waiting is not None:
-            self._accept(self._waiting)
-            self._waiting = None
-            surprise = self._expectation.look(*point)
-        kind = kind or self._verdict(surprise)
-        if kind is not None:
-            return self._changed(kind, point, surprise, value)
-        if self._may_be(surprise):
-            self._waiting = point
-        else:
-            self._accept(point)
-        return None
+        change = self._detector.update([feature])
+        return None if change is None else self._alert(change, value)
 
-    def _verdict(self, surprise: Surprise) -> Kind | None:
-        """Is it a change by itself? Not during warm-up."""
-        rules = self.sensitivity
-        if len(self._expectation) < rules.warm_up:
-            return None
-        if surprise.score > rules.threshold and abs(surprise.size) > rules.matters:
-            return "jump"
-        far = abs(self._expectation.last + surprise.size - self._expectation.first) > 2 * rules.matters
-        return "drift" if far and max(self._summed(surprise)) > rules.drift_threshold else None
-
-    def _may_be(self, surprise: Surprise) -> bool:
-        rules = self.sensitivity
-        armed = len(self._expectation) >= rules.warm_up
-        return armed and surprise.score > rules.confirmed and abs(surprise.size) > rules.matters
-
-    def _confirms(self, surprise: Surprise) -> bool:
-        """Off to the same side as the point that waits, by as much."""
-        if self._waiting is None or not self._may_be(surprise):
-            return False
-        return (self._waiting.value - surprise.expected) * surprise.size > 0
-
-    def _accept(self, point: Point) -> None:
-        if len(self._expectation) >= self.sensitivity.warm_up:
-            self._sums = self._summed(self._expectation.look(*point))
-        self._expectation.accept(point.value)
-
-    def _changed(self, kind: Kind, point: Point, surprise: Surprise, value: float) -> Alert:
-        if self._waiting is None:
-            self._expectation.restart(point.value)
-        else:
-            self._expectation.restart(self._waiting.value)
-            self._expectation.accept(point.value)
-        self._waiting, self._sums = None, [0.0, 0.0]
-        before = math.exp(surprise.expected) if self.scale == "log" else surprise.expected
-        word = {"jump": "jumped", "drift": "drifted"}[kind]
-        return Alert(
-            kind=kind,
-            metric="value",
-            where="",
-            before=before,
-            after=value,
-            score=surprise.score,
-            step=self._count - 1,
-            epoch=-1,
-            message=f"the value {word} from {before:.4g} to {value:.4g} ({surprise.score:.1f} standard deviations)",
-        )
-
-    def _summed(self, surprise: Surprise) -> list[float]:
-        sign = math.copysign(min(surprise.score, 4.0), surprise.size)
-        slack = self.sensitivity.drift_slack
-        return [max(0.0, self._sums[0] + sign - slack), max(0.0, self._sums[1] - sign - slack)]
-
-    def _scaled(self, value: float, stderr: float) -> Point | None:
+    def _feature(self, value: float, stderr: float) -> Feature | None:
         value, stderr = float(value), float(stderr)  # numpy's numbers would not pass through a checkpoint
         if not math.isfinite(value) or (self.scale == "log" and value <= 0):
             return None
         stderr = stderr if math.isfinite(stderr) else abs(value)
         if self.scale == "linear":
-            return Point(value, stderr)
-        return Point(math.log(value), stderr / value)
+            return Feature(FAMILY, "", value, stderr)
+        return Feature(FAMILY, "", math.log(value), stderr / value)
+
+    def _alert(self, change: Change, value: float) -> Alert:
+        deviation = change.deviations[0].deviation
+        before = math.exp(deviation.forecast) if self.scale == "log" else deviation.forecast
+        verb = {"jump": "jumped", "drift": "drifted"}[change.kind]
+        return Alert(
+            kind=change.kind,
+            metric=FAMILY,
+            where="",
+            before=before,
+            after=value,
+            score=deviation.score,
+            step=self._count - 1,
+            epoch=-1,
+            message=f"the value {verb} from {before:.4g} to {value:.4g} ({deviation.score:.1f} standard deviations)",
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Lists and numbers only."""
-        return {
-            "expectation": self._expectation.state_dict(),
-            "waiting": None if self._waiting is None else list(self._waiting),
-            "sums": list(self._sums),
-            "count": self._count,
-        }
+        """Lists, dicts, strings and numbers only."""
+        return {"detector": self._detector.state_dict(), "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._expectation.load_state_dict(state["expectation"])
-        waiting = state["waiting"]
-        self._waiting = None if waiting is None else Point(*waiting)
-        self._sums = list(state["sums"])
-        self._count = state["count"]
+        detector = _detector(self.sensitivity)
+        detector.load_state_dict(state["detector"])
+        self._detector, self._count = detector, state["count"]
+
+
+def _detector(sensitivity: Sensitivity) -> Detector:
+    """The thresholds as stated: none of what the monitor adds for hundreds of features of noisy runs."""
+    settings = DetectorSettings(
+        threshold_factor=1.0,
+        confirmed=sensitivity.confirmed / sensitivity.threshold,
+        warm_up=sensitivity.warm_up,
+        settled=sensitivity.warm_up,
+        rejected_factor=0.0,
+        min_spread=sensitivity.least_spread,
+        drift_threshold=sensitivity.drift_threshold,
+        drift_slack=sensitivity.drift_slack,
+    )
+    thresholds = {FAMILY: Thresholds(sensitivity.threshold, sensitivity.threshold, sensitivity.matters)}
+    return Detector(settings, thresholds.__getitem__)

@@ -1,7 +1,7 @@
-"""What a change of the curvature may be explained by: learning rate, loss, weights, statistics, the network itself.
+"""The context of a measurement, which may explain a change: learning rate, training loss, weights, statistics, network.
 
-They raise no alert. A change of the curvature that comes with one of them needs less proof, and has found its likely
-cause.
+Changes of the context raise no alert. A change of the curvature at the same time needs less evidence, and its alert
+names them as likely causes.
 """
 
 from __future__ import annotations
@@ -14,64 +14,68 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from curvmon.alerts.forecast import Expectation
+from curvmon.alerts.forecast import Forecast
 from curvmon.records import REST
 
-RATE, LOSS = "learning rate", "training loss"
-WEIGHTS, BUFFERS, OPERATIONS = "size of ", "statistics in ", "operations of "
-FEWEST = 8
-"""entries of a tensor that is looked at"""
-SCORE, SPREAD = 6.0, 0.015
-"""a circumstance has changed if it moved by so many standard deviations; nothing is expected more exactly than to 1.5
-percent"""
-SIZES = {RATE: 0.4, LOSS: 0.4}
-SIZE = 0.1
-"""and by ten percent; learning rate and training loss by half"""
-KNOWN = 3
-"""measurements before a circumstance can have changed"""
+LEARNING_RATE, TRAINING_LOSS = "learning rate", "training loss"
+WEIGHTS, BUFFERS, OPERATIONS = "norm of ", "statistics in ", "operations of "
+MIN_ENTRIES = 8
+"""smaller tensors are ignored"""
+MIN_SCORE, MIN_SPREAD = 6.0, 0.015
+"""a value has changed if it deviates from its forecast by this many standard deviations; lower bound of a standard
+deviation: 1.5 percent"""
+MIN_CHANGES = {LEARNING_RATE: 0.4, TRAINING_LOSS: 0.4}
+MIN_CHANGE = 0.1
+"""and by ten percent, learning rate and training loss by half"""
+WARM_UP = 3
+"""measurements before the context can have changed"""
 
 
-class Circumstances(NamedTuple):
-    """At one measurement: numbers by name, and what each node computes (`Measurement.operations`)."""
+class Context(NamedTuple):
+    """At one measurement: values by name, and the operations of each node (`Measurement.operations`)."""
 
     values: Mapping[str, float] = {}
     operations: Mapping[str, Mapping[str, int]] = {}
 
 
 class Cause(NamedTuple):
-    """A circumstance that changed just now."""
+    """A change of the context at this measurement."""
 
     text: str
-    """`learning rate x 20`, `size of blocks.1.conv1.weight x 0.71`, `operations of blocks.2: Add 1 less`"""
+    """`learning rate x 20`, `norm of blocks.1.conv1.weight x 0.71`, `operations of blocks.2: 1 fewer Add`"""
     source: str
+    """the name of the value, or of the node whose operations changed"""
     score: float
-    incriminating: bool
-    """lets a change be told that is less clear; a learning rate or a loss that falls is no reason to worry"""
+    lowers_threshold: bool
+    """less evidence is needed for a change of the curvature; False for a learning rate or a loss that falls"""
 
     def node(self, nodes: Sequence[str]) -> str | None:
-        """The innermost node that it lies in: of a tensor's name, or the node whose operations changed."""
+        """The innermost node that has the tensor, or whose operations changed."""
         name = self.source.removeprefix(WEIGHTS).removeprefix(OPERATIONS)
         return max((n for n in nodes if name == n or name.startswith(f"{n}.")), key=len, default=None)
 
 
 @torch.no_grad()
-def circumstances(model: nn.Module, rate: float = math.nan, training_loss: float = math.nan) -> dict[str, float]:
-    """`learning rate`, `training loss`, `size of blocks.1.conv1.weight`, `statistics in norm.running_var`, …"""
-    found = {name: value for name, value in ((RATE, rate), (LOSS, training_loss)) if math.isfinite(value)}
+def context_values(
+    model: nn.Module, learning_rate: float = math.nan, training_loss: float = math.nan
+) -> dict[str, float]:
+    """`learning rate`, `training loss`, `norm of blocks.1.conv1.weight`, `statistics in norm.running_var`, …"""
+    scalars = ((LEARNING_RATE, learning_rate), (TRAINING_LOSS, training_loss))
+    values = {name: value for name, value in scalars if math.isfinite(value)}
     named = [
         *((f"{WEIGHTS}{name}", parameter) for name, parameter in model.named_parameters()),
         *((f"{BUFFERS}{name}", buffer) for name, buffer in model.named_buffers()),
     ]
-    named = [(name, tensor) for name, tensor in named if _can_be_weighed(tensor) and tensor.numel() >= FEWEST]
+    named = [(name, tensor) for name, tensor in named if _has_norm(tensor) and tensor.numel() >= MIN_ENTRIES]
     if named:
-        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=_exact_enough(tensor)) for _, tensor in named]
+        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=_norm_dtype(tensor)) for _, tensor in named]
         # one transfer for all of them
-        found.update(zip((name for name, _ in named), torch.stack([n.to(norms[0]) for n in norms]).tolist()))
-    return found
+        values.update(zip((name for name, _ in named), torch.stack([n.to(norms[0]) for n in norms]).tolist()))
+    return values
 
 
-def _can_be_weighed(tensor: Tensor) -> bool:
-    """Not one of eight bits, which are promoted to nothing, nor one without data or shape."""
+def _has_norm(tensor: Tensor) -> bool:
+    """Eight-bit tensors have no common dtype with others; lazy, meta, nested and sparse ones lack data or shape."""
     if (
         is_lazy(tensor)
         or not tensor.is_floating_point()
@@ -83,67 +87,66 @@ def _can_be_weighed(tensor: Tensor) -> bool:
     return tensor.element_size() > 1
 
 
-def _exact_enough(tensor: Tensor) -> torch.dtype:
-    """Norms of half-precision tensors overflow in their own."""
+def _norm_dtype(tensor: Tensor) -> torch.dtype:
+    """Norms of half-precision tensors overflow in half precision."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-class Surroundings:
-    """Takes the circumstances of every measurement and says which of them changed, the clearest first."""
+class ContextTracker:
+    """Takes the context of every measurement and lists what changed, by decreasing score."""
 
     def __init__(self) -> None:
-        self._expected: dict[str, Expectation] = {}
+        self._forecasts: dict[str, Forecast] = {}
         self._operations: dict[str, dict[str, int]] = {}
-        self._constant = 0
-        """measurements since the network last computed something else"""
+        self._unchanged = 0
+        """measurements since the operations last changed"""
 
-    def update(self, now: Circumstances) -> list[Cause]:
-        found = [cause for name, value in now.values.items() if (cause := self._moved(name, value)) is not None]
-        return sorted([*found, *self._rebuilt(now.operations)], key=lambda cause: -cause.score)
+    def update(self, context: Context) -> list[Cause]:
+        causes = [cause for name, value in context.values.items() if (cause := self._changed(name, value)) is not None]
+        return sorted([*causes, *self._changed_operations(context.operations)], key=lambda cause: -cause.score)
 
-    def _moved(self, name: str, value: float) -> Cause | None:
+    def _changed(self, name: str, value: float) -> Cause | None:
         if not value > 0 or not math.isfinite(value):
             return None
-        held = self._expected.setdefault(name, Expectation(SPREAD))
-        surprise = held.look(math.log(value))
-        if len(held) < KNOWN or surprise.score <= SCORE or abs(surprise.size) <= SIZES.get(name, SIZE):
-            held.accept(math.log(value))
+        forecast = self._forecasts.setdefault(name, Forecast(MIN_SPREAD))
+        size, score, _ = forecast.deviation(math.log(value))
+        if len(forecast) < WARM_UP or score <= MIN_SCORE or abs(size) <= MIN_CHANGES.get(name, MIN_CHANGE):
+            forecast.append(math.log(value))
             return None
-        held.restart(math.log(value))
-        text = f"{name} x {math.exp(surprise.size):.3g}"
-        return Cause(text, name, surprise.score, surprise.size > 0 or name not in SIZES)
+        forecast.restart(math.log(value))
+        return Cause(f"{name} x {math.exp(size):.3g}", name, score, size > 0 or name not in MIN_CHANGES)
 
-    def _rebuilt(self, operations: Mapping[str, Mapping[str, int]]) -> list[Cause]:
-        """Where the network computes something else than before, unless it often does."""
-        before, constant = self._operations, self._constant
+    def _changed_operations(self, operations: Mapping[str, Mapping[str, int]]) -> list[Cause]:
+        """Nodes that compute something else than before, unless they often do."""
+        before, unchanged = self._operations, self._unchanged
         if not operations:
             return []
         self._operations = {node: dict(counts) for node, counts in operations.items()}
         changed = [node for node in operations if node in before and dict(operations[node]) != before[node]]
-        self._constant = 0 if changed or before.keys() != operations.keys() else constant + 1
-        if constant < KNOWN or before.keys() != operations.keys():
+        self._unchanged = 0 if changed or before.keys() != operations.keys() else unchanged + 1
+        if unchanged < WARM_UP or before.keys() != operations.keys():
             return []
-        found = []
+        causes = []
         for node in changed:
             kinds = sorted({*before[node], *operations[node]})
             differences = {kind: operations[node].get(kind, 0) - before[node].get(kind, 0) for kind in kinds}
-            listed = [f"{abs(n)} {kind} {'more' if n > 0 else 'less'}" for kind, n in differences.items() if n]
+            listed = [f"{abs(n)} {'more' if n > 0 else 'fewer'} {kind}" for kind, n in differences.items() if n]
             where = "the loss" if node == REST else node
-            found.append(Cause(f"{OPERATIONS}{where}: {', '.join(listed)}", f"{OPERATIONS}{node}", math.inf, True))
-        return found
+            causes.append(Cause(f"{OPERATIONS}{where}: {', '.join(listed)}", f"{OPERATIONS}{node}", math.inf, True))
+        return causes
 
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers only."""
         return {
-            "expected": {name: held.state_dict() for name, held in self._expected.items()},
+            "forecasts": {name: forecast.state_dict() for name, forecast in self._forecasts.items()},
             "operations": {node: dict(counts) for node, counts in self._operations.items()},
-            "constant": self._constant,
+            "unchanged": self._unchanged,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._expected = {}
-        for name, saved in state["expected"].items():
-            self._expected[name] = Expectation(SPREAD)
-            self._expected[name].load_state_dict(saved)
+        self._forecasts = {}
+        for name, saved in state["forecasts"].items():
+            self._forecasts[name] = Forecast(MIN_SPREAD)
+            self._forecasts[name].load_state_dict(saved)
         self._operations = {node: dict(counts) for node, counts in state["operations"].items()}
-        self._constant = state["constant"]
+        self._unchanged = state["unchanged"]

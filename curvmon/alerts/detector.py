@@ -1,233 +1,285 @@
-"""One event, one alert: all series of a run watched together.
+"""Change-point detection on many features at once; `ChangeDetector` runs it on one.
 
-A measurement of n nodes has hundreds of series, most of them moved by the same event. Each has its expectation; how
-surprised all of a family are together, and the most surprised one of them, are compared with thresholds that grow with
-their number. An event that is less clear waits for the next measurement: if that is off in the same way, it is told.
+A measurement of n nodes has hundreds of features, and one event moves many of them. Every feature has its own forecast.
+The evidence of a family of features with deviations z_1, …, z_m from their forecasts is
+
+    max(max_i z_i / t_max, sqrt(mean z_i²) / t_rms)        t_max grows with m
+
+and its largest value over the families, relative to a common threshold, is the significance of the measurement. From 1
+on it is a change. A measurement of smaller significance is a candidate: a change if the next one deviates alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from curvmon.alerts.features import Family, Move, Watched, watched
-from curvmon.alerts.forecast import Expectation, Surprise
-from curvmon.records import Snapshot
+from curvmon.alerts.cusum import Cusum
+from curvmon.alerts.features import Family, Feature, FeatureDeviation
+from curvmon.alerts.forecast import Deviation, Forecast
 
-THRESHOLDS: Mapping[Family, tuple[float, float]] = {
-    "level": (6.0, 6.0),
-    "profile": (4.5, 3.2),
-    "contrast": (4.5, 3.2),
-    "coupling": (8.0, 4.0),
-    "stable_rank": (9.0, 4.0),
-    "gn_gap": (6.0, 3.0),
-    "lambda_1": (6.0, 6.0),
-    "loss": (9.0, 9.0),
+
+class Thresholds(NamedTuple):
+    """Of one family, in standard deviations."""
+
+    largest: float
+    """t_max, of the largest deviation"""
+    rms: float
+    """t_rms, of the root mean square of all deviations"""
+    min_change: float
+    """smaller changes of the feature do not matter, however precisely they are measured"""
+
+
+_THRESHOLDS: Mapping[Family, Thresholds] = {
+    "level": Thresholds(6.0, 6.0, 0.4),
+    "profile": Thresholds(4.5, 3.2, 0.25),
+    "contrast": Thresholds(4.5, 3.2, 0.25),
+    "coupling": Thresholds(8.0, 4.0, 0.05),
+    "stable_rank": Thresholds(9.0, 4.0, 0.25),
+    "gn_gap": Thresholds(6.0, 3.0, 0.4),
+    "lambda_1": Thresholds(6.0, 6.0, 0.4),
+    "loss": Thresholds(9.0, 9.0, 0.4),
 }
-"""standard deviations of the most surprised member of a family, and of the root mean square of all. Chosen on tuning
-runs (`benchmarks/alerts.py`): what one sample can move by itself, the loss and the stable rank, needs more"""
-MATTERS: Mapping[Family, float] = {
-    "level": 0.4,
-    "profile": 0.25,
-    "contrast": 0.25,
-    "coupling": 0.05,
-    "stable_rank": 0.25,
-    "gn_gap": 0.4,
-    "lambda_1": 0.4,
-    "loss": 0.4,
-}
-"""smaller changes are none, however exactly they are known; all are of logarithms"""
-PAST, FADING = 20, 0.95
-"""how many seeming changes are remembered, and what one still counts after one more measurement"""
-MOST = 30.0
-"""a single surprise counts for no more in the mean of a family"""
+"""Chosen on tuning runs (`benchmarks/alerts.py`): a single sample can change the loss and the stable rank, whose
+thresholds are higher. All features are logarithms: 0.4 is a factor of 1.5."""
+REJECTED_KEPT, REJECTED_DECAY = 20, 0.95
+"""how many rejected candidates are remembered, and the decay of their weight per measurement"""
+MOST_IN_MEAN, MOST_IN_COSINE = 30.0, 10.0
+"""a single score counts as at most this in the root mean square, and when two measurements are compared"""
+
+
+def thresholds_of(family: Family) -> Thresholds:
+    return _THRESHOLDS[family]
 
 
 @dataclass(frozen=True)
-class Vigilance:
-    """When a change of many series is told."""
+class DetectorSettings:
+    """How much evidence a change needs."""
 
-    caution: float = 1.65
-    """a factor of all `THRESHOLDS`"""
+    threshold_factor: float = 1.65
+    """multiplies all thresholds"""
     per_doubling: float = 0.06
-    """by how much the threshold of the most surprised one grows with every doubling of a family's size beyond four,
-    relatively"""
+    """relative growth of `Thresholds.largest` with every doubling of a family's size beyond four"""
     confirmed: float = 0.85
-    """share of a threshold that is enough if two measurements in a row are off in the same way"""
-    alike: float = 0.8
-    """what "the same way" is: the cosine of the two"""
+    """significance from which on a measurement is a candidate, and confirms one"""
+    min_cosine: float = 0.8
+    """between the deviations of a candidate and of the measurement that confirms it"""
     warm_up: int = 6
     """measurements before the first decision, and after a change before the next"""
     settled: int = 12
-    """measurements from which on thresholds are as stated; at the first decision they are twice as high"""
-    restlessness: float = 1.15
-    """a change has to be so many times as clear as the clearest of late that was none"""
-    suspected: float = 0.2
-    """share of a threshold that is enough if the circumstances changed at the same time (`circumstances.py`)"""
-    soonest: int = 4
-    """measurements after a change before the next, if the circumstances changed again"""
-    least_spread: float = 0.02
+    """thresholds fall linearly from twice their value after `warm_up` measurements to their value after this many"""
+    rejected_factor: float = 1.15
+    """a change needs this many times the evidence of the clearest recent candidate that was rejected"""
+    with_cause: float = 0.2
+    """share of a threshold that is enough if the context changed at the same time (`context.py`)"""
+    warm_up_with_cause: int = 4
+    """measurements after a change before the next one, if the context changed again"""
+    min_spread: float = 0.02
+    """of every forecast"""
+    drift_threshold: float = math.inf
+    """of the cumulative sums of a feature's forecast errors; inf: no detection of drifts"""
+    drift_slack: float = 0.0
+    """standard deviations that an error may have without adding to its sum"""
 
 
 class Change(NamedTuple):
-    """Something changed: what every series did, and how many measurements ago it began."""
+    """The deviations of all features, and how many measurements ago they began."""
 
-    moves: list[Move]
+    kind: Literal["jump", "drift"]
+    deviations: list[FeatureDeviation]
     age: int
 
 
-class Watch:
-    """Takes every snapshot of a run; `update` returns what happened if something changed, else None."""
+class Detector:
+    """Takes the features of every measurement; `update` returns a `Change` where one is detected, else None.
 
-    def __init__(self, vigilance: Vigilance | None = None) -> None:
-        self._vigilance = vigilance or Vigilance()
-        self._expectations: dict[tuple[str, str], Expectation] = {}
-        self._waiting: list[Watched] | None = None
-        """the measurement before this one, if it was off, but not far enough to be told by itself"""
-        self._quiet = 0
+    After a change, the forecasts restart and decisions pause for a warm-up.
+    """
+
+    def __init__(
+        self, settings: DetectorSettings | None = None, thresholds: Callable[[Family], Thresholds] = thresholds_of
+    ) -> None:
+        self._settings = settings or DetectorSettings()
+        self._thresholds = thresholds
+        self._forecasts: dict[tuple[Family, str], Forecast] = {}
+        self._cusums: dict[tuple[Family, str], Cusum] = {}
+        self._candidate: list[Feature] | None = None
+        """the previous measurement, if it waits for confirmation"""
+        self._count = 0
         """measurements since the last change"""
-        self._nodes: tuple[str, ...] | None = None
-        self._past: list[float] = []
-        """how clear changes seemed to be that were none"""
+        self._rejected: list[float] = []
+        """evidence of recent measurements that were no change"""
 
-    def update(self, snapshot: Snapshot, suspicious: bool = False, gap: bool = False) -> Change | None:
-        """`suspicious`: there is another sign that something happened just now.
+    def update(self, features: list[Feature], has_cause: bool = False, gap: bool = False) -> Change | None:
+        """`has_cause`: the context changed at the same time, so less evidence is needed.
 
-        After a `gap` of measurements that were left out nothing is told: much may have changed without a jump.
+        After a `gap`, measurements that were skipped, nothing is detected: a gradual change looks like a jump.
         """
-        if snapshot.measurement is not None:
-            self._compare_nodes(snapshot.measurement.nodes)
-        points = watched(snapshot)
         if gap:
-            if self._waiting is not None:
-                self._accept(self._waiting)
-                self._waiting = None
-            self._accept(points)
+            self._append_candidate()
+            self._append(features)
             return None
-        moves = self._moves(points)
-        if self._waiting is not None and self._confirms(moves):
-            self._begin_anew(self._waiting, points)
-            return Change(moves, age=2)
-        if self._waiting is not None:
-            self._seemed(self._moves(self._waiting))
-            self._accept(self._waiting)
-            self._waiting = None
-            moves = self._moves(points)
-        strength = self.strength(moves)
-        if strength >= 1 or (suspicious and self._is_suspected(moves)):
-            self._begin_anew(points)
-            return Change(moves, age=1)
-        if strength >= self._vigilance.confirmed:
-            self._waiting = points
+        deviations = self._deviations(features)
+        if self._candidate is not None and self._confirms(deviations):
+            self._restart(self._candidate, features)
+            return Change("jump", deviations, age=2)
+        if self._candidate is not None:
+            self._reject(self._deviations(self._candidate))
+            self._append_candidate()
+            deviations = self._deviations(features)
+        significance = self.significance(deviations)
+        if significance >= 1 or (has_cause and self._exceeds_with_cause(deviations)):
+            self._restart(features)
+            return Change("jump", deviations, age=1)
+        if self._drifts(deviations):
+            self._restart(features)
+            return Change("drift", deviations, age=1)
+        if significance >= self._settings.confirmed:
+            self._candidate = features
         else:
-            self._seemed(moves)
-            self._accept(points)
+            self._reject(deviations)
+            self._append(features)
         return None
 
-    def _compare_nodes(self, nodes: tuple[str, ...]) -> None:
-        """With other nodes, the series of pairs and layers start anew; sharpness and loss go on."""
-        if self._nodes is not None and self._nodes != nodes:
-            whole = ("lambda_1", "loss")
-            self._expectations = {key: held for key, held in self._expectations.items() if key[0] in whole}
-            self._waiting, self._quiet = None, 0
-        self._nodes = nodes
+    def drop_all_but(self, families: Sequence[Family]) -> None:
+        """Restart with an empty past, these families excepted."""
+        self._forecasts = {key: forecast for key, forecast in self._forecasts.items() if key[0] in families}
+        self._cusums = {key: cusum for key, cusum in self._cusums.items() if key[0] in families}
+        self._candidate, self._count = None, 0
 
-    def _seemed(self, moves: Sequence[Move]) -> None:
-        """Remember how clear a change seemed to be that was none."""
-        if self._quiet >= self._vigilance.warm_up:
-            self._past.append(self._bare(moves))
-            del self._past[:-PAST]
+    # ---- evidence ----
 
-    def _is_suspected(self, moves: Sequence[Move]) -> bool:
-        rules = self._vigilance
-        needed = rules.suspected if self._quiet >= rules.warm_up else 1.0
-        return self._quiet >= rules.soonest and self._bare(moves) >= needed
-
-    def strength(self, moves: Sequence[Move]) -> float:
-        """How clearly something changed: above one, it is told. Zero during warm-up."""
-        rules = self._vigilance
-        if self._quiet < rules.warm_up:
+    def significance(self, deviations: Sequence[FeatureDeviation]) -> float:
+        """Evidence relative to the current threshold: from 1 on, a change. Zero during warm-up."""
+        s = self._settings
+        if self._count < s.warm_up:
             return 0.0
-        early = max(0, rules.settled - self._quiet) / max(1, rules.settled - rules.warm_up)
-        usual = max((past * FADING ** (len(self._past) - 1 - i) for i, past in enumerate(self._past)), default=0.0)
-        return self._bare(moves) / max(1.0 + early, rules.restlessness * usual)
+        early = max(0, s.settled - self._count) / max(1, s.settled - s.warm_up)
+        n = len(self._rejected)
+        usual = max((e * REJECTED_DECAY ** (n - 1 - i) for i, e in enumerate(self._rejected)), default=0.0)
+        return self._evidence(deviations) / max(1.0 + early, s.rejected_factor * usual)
 
-    def _bare(self, moves: Sequence[Move]) -> float:
-        return max(self.strengths(moves).values(), default=0.0)
+    def evidence_by_family(self, deviations: Sequence[FeatureDeviation]) -> dict[Family, float]:
+        """In units of the thresholds, regardless of warm-up."""
+        families: dict[Family, list[Deviation]] = defaultdict(list)
+        for family, _, deviation in deviations:
+            families[family].append(deviation)
+        return {family: self._evidence_of(family, members) for family, members in families.items()}
 
-    def strengths(self, moves: Sequence[Move]) -> dict[Family, float]:
-        """The same by family, regardless of warm-up."""
-        families: dict[Family, list[Surprise]] = defaultdict(list)
-        for move in moves:
-            families[move.family].append(move.surprise)
-        return {family: self._of_family(family, members) for family, members in families.items()}
+    def _evidence(self, deviations: Sequence[FeatureDeviation]) -> float:
+        return max(self.evidence_by_family(deviations).values(), default=0.0)
 
-    def _of_family(self, family: Family, members: list[Surprise]) -> float:
-        if not any(abs(s.size) > MATTERS[family] for s in members):
+    def _evidence_of(self, family: Family, members: list[Deviation]) -> float:
+        threshold = self._thresholds(family)
+        scores = [d.score for d in members if abs(d.size) > threshold.min_change]
+        if not scores:
             return 0.0
-        alone, together = THRESHOLDS[family]
-        alone *= 1 + self._vigilance.per_doubling * math.log2(max(1.0, len(members) / 4))
-        most = max(s.score for s in members if abs(s.size) > MATTERS[family])
-        mean = math.sqrt(sum(min(s.score, MOST) ** 2 for s in members) / len(members))
-        return max(most / alone, mean / together) / self._vigilance.caution
+        growth = 1 + self._settings.per_doubling * math.log2(max(1.0, len(members) / 4))
+        rms = math.sqrt(sum(min(d.score, MOST_IN_MEAN) ** 2 for d in members) / len(members))
+        relative = max(max(scores) / (threshold.largest * growth), rms / threshold.rms)
+        return relative / self._settings.threshold_factor
 
-    def _confirms(self, moves: Sequence[Move]) -> bool:
-        """Is this measurement off in the same way as the one that waits? Both seen from what was before them."""
-        assert self._waiting is not None
-        if self.strength(moves) < self._vigilance.confirmed:
+    def _exceeds_with_cause(self, deviations: Sequence[FeatureDeviation]) -> bool:
+        s = self._settings
+        needed = s.with_cause if self._count >= s.warm_up else 1.0
+        return self._count >= s.warm_up_with_cause and self._evidence(deviations) >= needed
+
+    def _confirms(self, deviations: Sequence[FeatureDeviation]) -> bool:
+        """Does this measurement deviate like the candidate? Both from the forecasts before the candidate."""
+        assert self._candidate is not None
+        if self.significance(deviations) < self._settings.confirmed:
             return False
-        before = {(m.family, m.where): _signed(m) for m in self._moves(self._waiting)}
-        now = {(m.family, m.where): _signed(m) for m in moves}
+        before, now = (
+            {(d.family, d.where): _signed_score(d.deviation) for d in side}
+            for side in (self._deviations(self._candidate), deviations)
+        )
         shared = [key for key in before if key in now]  # in a fixed order: sums of floats depend on it
-        product = sum(before[key] * now[key] for key in shared)
-        sizes = [math.sqrt(sum(side[key] ** 2 for key in shared)) for side in (before, now)]
-        return product > self._vigilance.alike * sizes[0] * sizes[1]
+        inner = sum(before[key] * now[key] for key in shared)
+        norms = [math.sqrt(sum(side[key] ** 2 for key in shared)) for side in (before, now)]
+        return inner > self._settings.min_cosine * norms[0] * norms[1]
 
-    def _moves(self, points: Sequence[Watched]) -> list[Move]:
-        return [Move(p.family, p.where, self._expectation(p).look(p.value, p.stderr)) for p in points]
+    def _drifts(self, deviations: Sequence[FeatureDeviation]) -> bool:
+        """Has a feature's error added up, and the feature moved since the last change by twice what matters?"""
+        if math.isinf(self._settings.drift_threshold) or self._count < self._settings.warm_up:
+            return False
+        for family, where, deviation in deviations:
+            forecast = self._forecasts[family, where]
+            if not len(forecast):
+                continue
+            moved = abs(forecast.last + deviation.size - forecast.first)
+            sums = self._cusum(family, where).after(deviation)
+            if moved > 2 * self._thresholds(family).min_change and max(sums) > self._settings.drift_threshold:
+                return True
+        return False
 
-    def _expectation(self, point: Watched) -> Expectation:
-        key = point.family, point.where
-        if key not in self._expectations:
-            self._expectations[key] = Expectation(self._vigilance.least_spread)
-        return self._expectations[key]
+    # ---- the past ----
 
-    def _accept(self, points: Sequence[Watched]) -> None:
-        for point in points:
-            self._expectation(point).accept(point.value)
-        self._quiet += 1
+    def _deviations(self, features: Sequence[Feature]) -> list[FeatureDeviation]:
+        return [FeatureDeviation(f.family, f.where, self._forecast(f).deviation(f.value, f.stderr)) for f in features]
 
-    def _begin_anew(self, first: Sequence[Watched], *rest: Sequence[Watched]) -> None:
-        for point in first:
-            self._expectation(point).restart(point.value)
-        self._quiet = 1
-        for points in rest:
-            self._accept(points)
-        self._waiting = None
+    def _forecast(self, feature: Feature) -> Forecast:
+        key = feature.family, feature.where
+        if key not in self._forecasts:
+            self._forecasts[key] = Forecast(self._settings.min_spread)
+        return self._forecasts[key]
+
+    def _cusum(self, family: Family, where: str) -> Cusum:
+        return self._cusums.setdefault((family, where), Cusum(self._settings.drift_slack))
+
+    def _reject(self, deviations: Sequence[FeatureDeviation]) -> None:
+        """Remember the evidence of a measurement that was no change."""
+        if self._count >= self._settings.warm_up:
+            self._rejected.append(self._evidence(deviations))
+            del self._rejected[:-REJECTED_KEPT]
+
+    def _append(self, features: Sequence[Feature]) -> None:
+        sums_up = math.isfinite(self._settings.drift_threshold) and self._count >= self._settings.warm_up
+        for feature in features:
+            if sums_up:
+                deviation = self._forecast(feature).deviation(feature.value, feature.stderr)
+                self._cusum(feature.family, feature.where).append(deviation)
+            self._forecast(feature).append(feature.value)
+        self._count += 1
+
+    def _append_candidate(self) -> None:
+        if self._candidate is not None:
+            self._append(self._candidate)
+            self._candidate = None
+
+    def _restart(self, first: Sequence[Feature], *rest: Sequence[Feature]) -> None:
+        for feature in first:
+            self._forecast(feature).restart(feature.value)
+        self._cusums = {}
+        self._count = 1
+        for features in rest:
+            self._append(features)
+        self._candidate = None
+
+    # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers only."""
         return {
-            "expectations": [[*key, held.state_dict()] for key, held in self._expectations.items()],
-            "waiting": None if self._waiting is None else [list(point) for point in self._waiting],
-            "quiet": self._quiet,
-            "past": list(self._past),
-            "nodes": None if self._nodes is None else list(self._nodes),
+            "forecasts": [[*key, forecast.state_dict()] for key, forecast in self._forecasts.items()],
+            "cusums": [[*key, list(cusum.sums)] for key, cusum in self._cusums.items()],
+            "candidate": None if self._candidate is None else [list(feature) for feature in self._candidate],
+            "count": self._count,
+            "rejected": list(self._rejected),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._expectations = {}
-        for family, where, saved in state["expectations"]:
-            self._expectations[family, where] = Expectation(self._vigilance.least_spread)
-            self._expectations[family, where].load_state_dict(saved)
-        waiting = state["waiting"]
-        self._waiting = None if waiting is None else [Watched(*point) for point in waiting]
-        self._quiet, self._past = state["quiet"], list(state["past"])
-        self._nodes = None if state["nodes"] is None else tuple(state["nodes"])
+        self._forecasts = {}
+        for family, where, saved in state["forecasts"]:
+            self._forecasts[family, where] = Forecast(self._settings.min_spread)
+            self._forecasts[family, where].load_state_dict(saved)
+        self._cusums = {(f, where): Cusum(self._settings.drift_slack, sums) for f, where, sums in state["cusums"]}
+        candidate = state["candidate"]
+        self._candidate = None if candidate is None else [Feature(*feature) for feature in candidate]
+        self._count, self._rejected = state["count"], list(state["rejected"])
 
 
-def _signed(move: Move) -> float:
-    return math.copysign(min(move.surprise.score, 10.0), move.surprise.size)
+def _signed_score(deviation: Deviation) -> float:
+    return math.copysign(min(deviation.score, MOST_IN_COSINE), deviation.size)

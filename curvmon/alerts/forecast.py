@@ -1,13 +1,13 @@
-"""What the next point of a short series should be, and how wrong that has been so far.
+"""One-step forecasts of a short sequence of values, and how large their errors have been so far.
 
-Five simple predictors (the last value, the level of late, the trend of late, the slope of the last few, a decay) make a
-forecast each. How far a new point is off counts in units of
+Five predictors (last value, recent median, Theil-Sen trend, least-squares slope, decay) forecast the next value. The
+deviation of a new value y with standard error se from the forecast f_p of predictor p scores
 
-    sqrt(σ_p² + se²)        σ_p: robust spread of the past errors of predictor p; se: of the measurement
+    z = |y - f_p| / sqrt(σ_p² + se²)        σ_p: robust spread of the past errors of p
 
-for the predictor p that has done best, unless another that has done nearly as well finds the point less surprising. A
-trend or a decay is no surprise, because some of them expect it; the fast change of the first points is soon forgotten,
-because an error counts less the older it is.
+where p is the predictor with the smallest spread, or one of nearly as small a spread for which z is smaller. A trend or
+a decay therefore does not score high: a predictor follows it. Errors lose weight with age, so that the fast change of
+the first values of a run is soon forgotten.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 WINDOW = 12
-"""points that a predictor looks back"""
+"""values that a predictor looks back"""
 MEMORY = 16
-"""errors of its own that it remembers"""
-FORGETTING = 0.85
-"""what a large error of the past still counts after one more point"""
+"""past errors kept per predictor"""
+ERROR_DECAY = 0.85
+"""weight of the largest past error, per further value"""
 TAIL = 2.0
-"""the largest error so far is taken for so many standard deviations at most: tails may be heavy"""
-FEW = 2.0
-"""with n errors a spread is taken for 1 + FEW / n times as large as they say"""
+"""the largest past error counts as at most this many standard deviations: tails may be heavy"""
+SMALL_SAMPLE = 2.0
+"""with n errors, their spread is widened by 1 + SMALL_SAMPLE / n"""
 NEARLY_AS_GOOD = 2.0
-"""a predictor whose spread is at most this many times the best one's has a say"""
-LENIENCE = 2.0
-"""the score is at most this many times that of the least surprised predictor which has a say"""
+"""predictors whose spread is at most this many times the smallest one may lower the score"""
+MAX_REDUCTION = 2.0
+"""by at most this factor"""
 MAD = 1.4826
-"""from a median of absolute values to a standard deviation, if they are normal"""
+"""median absolute deviation to standard deviation, for a normal distribution"""
 
 Predictor = Callable[[Sequence[float]], float]
 
@@ -46,7 +46,7 @@ def _level(values: Sequence[float]) -> float:
 
 
 def _trend(values: Sequence[float]) -> float:
-    """The line through the points by medians (Theil and Sen), one step further."""
+    """The line of median slope (Theil 1950, Sen 1968), one step ahead."""
     n = len(values)
     if n < 3:
         return values[-1]
@@ -55,7 +55,7 @@ def _trend(values: Sequence[float]) -> float:
 
 
 def _slope(values: Sequence[float]) -> float:
-    """The line through the last four points by least squares, one step further: follows a curve."""
+    """The least-squares line through the last four values, one step ahead: follows a curve."""
     values = values[-4:]
     n = len(values)
     if n < 3:
@@ -66,7 +66,7 @@ def _slope(values: Sequence[float]) -> float:
 
 
 def _decay(values: Sequence[float]) -> float:
-    """A curve that levels off: the last step once more, as much smaller as it was than the one before."""
+    """Exponential decay to a level: the next step is the last one times the ratio of the last two steps."""
     if len(values) < 5:
         return values[-1]
     late, early = (values[-1] - values[-3]) / 2, (values[-3] - values[-5]) / 2
@@ -77,32 +77,37 @@ def _decay(values: Sequence[float]) -> float:
 
 
 PREDICTORS: tuple[Predictor, ...] = (_last, _level, _trend, _slope, _decay)
-NEEDED = (1, 1, 3, 3, 5)
-"""points before a predictor says anything"""
+MIN_VALUES = (1, 1, 3, 3, 5)
+"""values that a predictor needs before its errors count"""
 
 
-class Surprise(NamedTuple):
-    """How far a point is from what was expected: `size` with its sign, `score` in standard deviations."""
+class Deviation(NamedTuple):
+    """Of a value from its forecast."""
 
     size: float
+    """value - forecast"""
     score: float
-    expected: float
+    """|size| in standard deviations"""
+    forecast: float
 
 
-class Expectation:
-    """Of one series. `look` says how surprising a point would be, `accept` takes it, `restart` begins anew with it."""
+class Forecast:
+    """Forecasts the next value of one feature.
 
-    def __init__(self, least_spread: float) -> None:
-        self.least_spread = least_spread
-        """no predictor is ever surer than this"""
+    `deviation` scores a value without taking it, `append` takes it, `restart` drops the past and starts with it.
+    """
+
+    def __init__(self, min_spread: float) -> None:
+        self.min_spread = min_spread
+        """lower bound of every predictor's spread"""
         self._values: list[float] = []
         self._errors: list[list[float]] = [[] for _ in PREDICTORS]
-        self._spreads_before: list[float] | None = None
-        """the break: how noisy such a series is stays known"""
-        self._forecasts: list[float] | None = None
+        self._previous_spreads: list[float] | None = None
+        """from before the last restart: the noise of a feature stays what it was"""
+        self._predictions: list[float] | None = None
 
     def __len__(self) -> int:
-        """Points since the last break, as far as they are remembered."""
+        """Values since the last restart, at most `WINDOW`."""
         return len(self._values)
 
     @property
@@ -113,71 +118,68 @@ class Expectation:
     def last(self) -> float:
         return self._values[-1]
 
-    def look(self, value: float, stderr: float = 0.0) -> Surprise:
-        """How surprising a point would be, without taking it."""
+    def deviation(self, value: float, stderr: float = 0.0) -> Deviation:
         if not self._values:
-            return Surprise(0.0, 0.0, value)
-        spreads = self.spreads()
-        found = [
-            Surprise(value - expected, abs(value - expected) / math.sqrt(spread**2 + stderr**2), expected)
-            for expected, spread in zip(self._predicted(), spreads)
+            return Deviation(0.0, 0.0, value)
+        spreads = self._spreads()
+        candidates = [
+            Deviation(value - forecast, abs(value - forecast) / math.sqrt(spread**2 + stderr**2), forecast)
+            for forecast, spread in zip(self._predict(), spreads)
         ]
-        least = min(spreads)
-        best = found[spreads.index(least)]
-        mildest = min(s.score for s, spread in zip(found, spreads) if spread <= NEARLY_AS_GOOD * least)
-        return best._replace(score=min(best.score, LENIENCE * mildest))
+        smallest = min(spreads)
+        best = candidates[spreads.index(smallest)]
+        lowest = min(c.score for c, spread in zip(candidates, spreads) if spread <= NEARLY_AS_GOOD * smallest)
+        return best._replace(score=min(best.score, MAX_REDUCTION * lowest))
 
-    def accept(self, value: float) -> None:
-        """Take a point as more of the same."""
+    def append(self, value: float) -> None:
         if self._values:
-            for expected, errors, needed in zip(self._predicted(), self._errors, NEEDED):
+            for prediction, errors, needed in zip(self._predict(), self._errors, MIN_VALUES):
                 if len(self._values) >= needed:
-                    errors.append(value - expected)
+                    errors.append(value - prediction)
                     del errors[:-MEMORY]
         self._values.append(value)
         del self._values[:-WINDOW]
-        self._forecasts = None
+        self._predictions = None
 
     def restart(self, value: float) -> None:
-        """Forget what was before this point."""
-        spreads = self.spreads()
+        spreads = self._spreads()
         if all(math.isfinite(spread) for spread in spreads):
-            self._spreads_before = spreads
-        self._values, self._errors, self._forecasts = [], [[] for _ in PREDICTORS], None
-        self.accept(value)
+            self._previous_spreads = spreads
+        self._values, self._errors, self._predictions = [], [[] for _ in PREDICTORS], None
+        self.append(value)
 
-    def spreads(self) -> list[float]:
-        """Robust standard deviations of the predictors' errors; with few of them, wider."""
-        found = []
+    def _spreads(self) -> list[float]:
+        """Robust standard deviation of every predictor's errors, wider where there are few; inf below three."""
+        spreads = []
         for i, errors in enumerate(self._errors):
             n = len(errors)
             if n < 3:
-                found.append(self._spreads_before[i] if self._spreads_before else math.inf)
+                spreads.append(self._previous_spreads[i] if self._previous_spreads else math.inf)
                 continue
             sizes = [abs(error) for error in errors]
-            # the median alone forgets that tails are heavy: the largest of late has a say, too
-            largest = max(size * FORGETTING ** (n - 1 - age) for age, size in enumerate(sizes))
+            # the median alone ignores heavy tails: the largest recent error bounds the spread from below
+            largest = max(size * ERROR_DECAY ** (n - 1 - k) for k, size in enumerate(sizes))
             spread = max(MAD * statistics.median(sizes), largest / TAIL)
-            found.append(max(spread * (1 + FEW / n), self.least_spread))
-        return found
+            spreads.append(max(spread * (1 + SMALL_SAMPLE / n), self.min_spread))
+        return spreads
 
-    def _predicted(self) -> list[float]:
-        if self._forecasts is None:
-            self._forecasts = [predict(self._values) for predict in PREDICTORS]
-        return self._forecasts
+    def _predict(self) -> list[float]:
+        if self._predictions is None:
+            self._predictions = [predict(self._values) for predict in PREDICTORS]
+        return self._predictions
 
     def state_dict(self) -> dict[str, Any]:
         """Lists and numbers only."""
-        before = self._spreads_before
+        previous = self._previous_spreads
         return {
             "values": list(self._values),
             "errors": [list(errors) for errors in self._errors],
-            "spreads_before": None if before is None else list(before),
+            "previous_spreads": None if previous is None else list(previous),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._values = list(state["values"])
         self._errors = [list(errors) for errors in state["errors"]]
-        before = state["spreads_before"]
-        self._spreads_before = None if before is None else list(before)
-        self._forecasts = None
+        previous = state["previous_spreads"]
+        self._previous_spreads = None if previous is None else list(previous)
+        self._predictions = None

@@ -1,4 +1,4 @@
-"""Everything that raises alerts in a run: the watch over all series, the rules, and what may have caused a change."""
+"""The one owner of alerts: change detection, rules, context, and the alerts raised so far."""
 
 from __future__ import annotations
 
@@ -6,49 +6,101 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from curvmon.alerts.context import Circumstances, Surroundings
-from curvmon.alerts.detector import Vigilance, Watch
-from curvmon.alerts.messages import change
-from curvmon.alerts.rules import AlertRules, RuleBook
+from curvmon.alerts.context import Context, ContextTracker
+from curvmon.alerts.detector import Detector, DetectorSettings
+from curvmon.alerts.features import NETWORK_FAMILIES, features_of
+from curvmon.alerts.messages import alert_of_change
+from curvmon.alerts.rules import AlertRules, RuleChecker
 from curvmon.records import Alert, Snapshot
 
 
-class Alarms:
-    """Takes every snapshot of a run and returns the alerts it gives rise to: at most one for a change."""
+class AlertManager:
+    """Takes every snapshot of a run and raises alerts: at most one for a change, and those of the rules.
 
-    def __init__(self, rules: AlertRules | None = None, vigilance: Vigilance | None = None) -> None:
-        self._rules = rules or AlertRules()
-        vigilance = vigilance or Vigilance()
-        self._watch = Watch(replace(vigilance, caution=vigilance.caution / self._rules.sensitivity))
-        self._book = RuleBook(self._rules)
-        self._surroundings = Surroundings()
+    Args:
+        alerts: True for the default rules. False raises none, and keeps those of a checkpoint.
+        settings: of change detection, before `AlertRules.sensitivity` is applied.
 
-    def update(
-        self, snapshot: Snapshot, past: Sequence[Snapshot] = (), circumstances: Circumstances | None = None
-    ) -> list[Alert]:
-        """`past` are the snapshots before this one; the last two are enough."""
-        found = []
-        causes = self._surroundings.update(circumstances or Circumstances())
-        suspicious = any(cause.incriminating for cause in causes)
-        gap = len(past) > 0 and snapshot.skipped > past[-1].skipped
-        changed = self._watch.update(snapshot, suspicious, gap) if self._rules.changes else None
-        if changed is not None:
-            before = past[-changed.age] if len(past) >= changed.age else None
-            found.append(change(changed.moves, self._watch.strengths(changed.moves), causes, before, snapshot))
-        return [*found, *self._book.update(snapshot)]
+    Attributes:
+        enabled: False if no alerts are raised.
+        raised: everything raised so far, notices included, oldest first.
+    """
+
+    def __init__(self, alerts: bool | AlertRules = True, settings: DetectorSettings | None = None) -> None:
+        self.enabled = bool(alerts)
+        self._rules = alerts if isinstance(alerts, AlertRules) else AlertRules()
+        settings = settings or DetectorSettings()
+        self._settings = replace(settings, threshold_factor=settings.threshold_factor / self._rules.sensitivity)
+        self._detector = Detector(self._settings)
+        self._checker = RuleChecker(self._rules)
+        self._context = ContextTracker()
+        self._nodes: tuple[str, ...] | None = None
+        self.raised: list[Alert] = []
+
+    @property
+    def alerts(self) -> list[Alert]:
+        return [alert for alert in self.raised if alert.level != "info"]
+
+    @property
+    def notices(self) -> list[Alert]:
+        return [alert for alert in self.raised if alert.level == "info"]
+
+    def update(self, snapshot: Snapshot, past: Sequence[Snapshot] = (), context: Context | None = None) -> list[Alert]:
+        """What a snapshot raises; `past`: the snapshots before it, of which the last two are enough."""
+        if not self.enabled:
+            return []
+        causes = self._context.update(context or Context())
+        new = []
+        if self._rules.changes:
+            has_cause = any(cause.lowers_threshold for cause in causes)
+            gap = len(past) > 0 and snapshot.skipped > past[-1].skipped
+            self._compare_nodes(snapshot)
+            change = self._detector.update(features_of(snapshot), has_cause, gap)
+            if change is not None:
+                before = past[-change.age] if len(past) >= change.age else None
+                evidence = self._detector.evidence_by_family(change.deviations)
+                new.append(alert_of_change(change.deviations, evidence, causes, before, snapshot))
+        return self.record([*new, *self._checker.update(snapshot)])
 
     def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
-        return self._book.diverged(reason, step, epoch)
+        """What a measurement raises that was not finite."""
+        return self.record(self._checker.diverged(reason, step, epoch)) if self.enabled else []
+
+    def record(self, alerts: list[Alert]) -> list[Alert]:
+        """Add alerts to those raised, also those that another process has raised."""
+        self.raised += alerts
+        return alerts
+
+    def _compare_nodes(self, snapshot: Snapshot) -> None:
+        """Features of other nodes have no past; those of the whole network keep theirs."""
+        if snapshot.measurement is None:
+            return
+        if self._nodes is not None and self._nodes != snapshot.measurement.nodes:
+            self._detector.drop_all_but(NETWORK_FAMILIES)
+        self._nodes = snapshot.measurement.nodes
 
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers only."""
+        state: dict[str, Any] = {"raised": [alert.to_dict() for alert in self.raised]}
+        if not self.enabled:
+            return state
         return {
-            "watch": self._watch.state_dict(),
-            "book": self._book.state_dict(),
-            "surroundings": self._surroundings.state_dict(),
+            **state,
+            "detector": self._detector.state_dict(),
+            "rules": self._checker.state_dict(),
+            "context": self._context.state_dict(),
+            "nodes": None if self._nodes is None else list(self._nodes),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._watch.load_state_dict(state["watch"])
-        self._book.load_state_dict(state["book"])
-        self._surroundings.load_state_dict(state["surroundings"])
+        """All or nothing; what is missing starts empty."""
+        raised = [Alert.from_dict(alert) for alert in state.get("raised", ())]
+        detector, checker, context = Detector(self._settings), RuleChecker(self._rules), ContextTracker()
+        nodes = None
+        if self.enabled and "detector" in state:
+            detector.load_state_dict(state["detector"])
+            checker.load_state_dict(state["rules"])
+            context.load_state_dict(state["context"])
+            nodes = None if state["nodes"] is None else tuple(state["nodes"])
+        self._detector, self._checker, self._context = detector, checker, context
+        self._nodes, self.raised = nodes, raised

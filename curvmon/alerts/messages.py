@@ -1,4 +1,4 @@
-"""What a change means, in plain language: where it is, what came with it, and what to look at."""
+"""From a detected change to one alert: where in the network it is, its likely causes, and what to check."""
 
 from __future__ import annotations
 
@@ -7,55 +7,51 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from curvmon.alerts.context import BUFFERS, LOSS, OPERATIONS, RATE, WEIGHTS, Cause
-from curvmon.alerts.features import Family, Move, straddling
+from curvmon.alerts.context import BUFFERS, LEARNING_RATE, OPERATIONS, TRAINING_LOSS, WEIGHTS, Cause
+from curvmon.alerts.features import PAIR_FEATURES, Family, FeatureDeviation, pairs_across
 from curvmon.records import Alert, Pair, Snapshot
 
-EVERYWHERE = "all pairs"
+ALL_PAIRS = "all pairs"
 MOST_NAMED, MOST_CAUSES = 6, 3
-MOVED = 3.0
-"""standard deviations from which on a series has a part in an event"""
-THROUGHOUT = 0.75
-"""share of the layers or pairs that have a part in an event which is nowhere in particular"""
-STANDING_OUT = 1.5
-"""times the median of all layers: a layer that an event is at"""
-
+AFFECTED = 3.0
+"""standard deviations from which on a feature is affected by an event"""
+WIDESPREAD = 0.75
+"""an event that affects more than this share of the pairs has no particular place"""
+STANDS_OUT = 1.5
+"""times the median deviation of all layers: the layer where an event is"""
 VISIBLE = 1.2
-"""by this factor two numbers differ visibly"""
+"""two values that differ by this factor differ visibly"""
 
-_NAMES: Mapping[str, str] = {
-    "resonance": "resonance",
-    "coupling": "coupling",
-    "stable_rank": "stable rank",
+_TITLES: Mapping[str, str] = {
     "gn_gap": "GN-Gap",
     "hessian": "top eigenvalue",
     "loss": "loss of the probe batch",
 }
-_MEANING: Mapping[tuple[str, bool], str] = {
-    ("resonance", True): "these layers bend the loss more strongly, steps overshoot sooner",
-    ("resonance", False): "curvature between these layers faded, gradients may have stopped passing",
-    ("coupling", True): "these layers now move the loss together",
+_MEANINGS: Mapping[tuple[str, bool], str] = {
+    ("resonance", True): "the loss curves more strongly between these layers, optimizer steps overshoot sooner",
+    ("resonance", False): "the curvature between these layers vanished, gradients may have stopped flowing",
+    ("coupling", True): "these layers now act on the loss jointly",
     ("coupling", False): "a path between these layers no longer carries curvature",
-    ("stable_rank", True): "curvature spread to more directions",
-    ("stable_rank", False): "curvature collapsed to fewer directions",
-    ("gn_gap", True): "Gauss-Newton misses more of the curvature, activations bend where they did not",
-    ("gn_gap", False): "Gauss-Newton sees more of the curvature than before",
+    ("stable_rank", True): "the curvature spread to more directions",
+    ("stable_rank", False): "the curvature collapsed to fewer directions",
+    ("gn_gap", True): "Gauss-Newton misses more of the curvature, which comes from nonlinear activations",
+    ("gn_gap", False): "Gauss-Newton captures more of the curvature than before",
     ("hessian", True): "the loss became sharper along its sharpest direction",
     ("hessian", False): "the loss became flatter along its sharpest direction",
-    ("loss", True): "the network forgets what it had learned",
-    ("loss", False): "the network learned something at once",
+    ("loss", True): "the network is forgetting what it had learned",
+    ("loss", False): "the network improved abruptly",
 }
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     node: str | None
-    """where in particular, if anywhere"""
+    """None: throughout the network"""
     pairs: list[Pair]
     """most affected first"""
 
 
-class Reading(NamedTuple):
-    """What is said to have changed."""
+class ReportedChange(NamedTuple):
+    """The metric and the values that an alert reports."""
 
     metric: str
     where: str
@@ -63,109 +59,124 @@ class Reading(NamedTuple):
     after: float
 
     @property
-    def shows(self) -> bool:
-        """A reader of these two numbers sees that something happened."""
+    def is_visible(self) -> bool:
+        """The two numbers alone show that something happened."""
         small, large = sorted((abs(self.before), abs(self.after)))
         return large > VISIBLE * small or not math.isfinite(self.before)
 
 
-def change(
-    moves: Sequence[Move],
-    strengths: Mapping[Family, float],
+def alert_of_change(
+    deviations: Sequence[FeatureDeviation],
+    evidence: Mapping[Family, float],
     causes: Sequence[Cause],
     before: Snapshot | None,
     now: Snapshot,
 ) -> Alert:
-    """One alert for all that moved: the clearest family whose values show it gives the metric."""
-    place = _place(moves, causes, now)
-    families = sorted(strengths, key=lambda name: -strengths[name])
-    readings = {family: _reading(family, moves, place, before, now) for family in families}
-    family = next((f for f in families if readings[f].shows), families[0])
-    reading = readings[family]
-    if math.isnan(reading.before):  # not measured then: what was expected instead
-        size = max((move.surprise for move in moves if move.family == family), key=lambda s: s.score).size
-        reading = reading._replace(before=reading.after / math.exp(size))
+    """One alert for all features that deviate.
+
+    It reports the metric of the family with the most evidence among those whose values differ visibly.
+    """
+    location = _location(deviations, causes, now)
+    families = sorted(evidence, key=lambda name: -evidence[name])
+    changes = {family: _reported_change(family, deviations, location, before, now) for family in families}
+    family = next((f for f in families if changes[f].is_visible), families[0])
+    change = changes[family]
+    members = [d.deviation for d in deviations if d.family == family]
+    if math.isnan(change.before):  # not measured then: the forecast instead
+        size = max(members, key=lambda deviation: deviation.score).size
+        change = change._replace(before=change.after / math.exp(size))
     return Alert(
         kind="jump",
-        metric=reading.metric,
-        where=reading.where,
-        before=reading.before,
-        after=reading.after,
-        score=max(move.surprise.score for move in moves if move.family == family),
+        metric=change.metric,
+        where=change.where,
+        before=change.before,
+        after=change.after,
+        score=max(deviation.score for deviation in members),
         step=now.step,
         epoch=now.epoch,
-        message=_message(reading, place, causes, moves, now.step),
-        others=tuple(str(pair) for pair in place.pairs[:MOST_NAMED] if str(pair) != reading.where),
+        message=_message(change, location, causes, deviations, now.step),
+        others=tuple(str(pair) for pair in location.pairs[:MOST_NAMED] if str(pair) != change.where),
     )
 
 
-def _place(moves: Sequence[Move], causes: Sequence[Cause], now: Snapshot) -> Place:
-    """The layer whose resonance stands out most from the others', and the pairs that lie across it."""
+def _location(deviations: Sequence[FeatureDeviation], causes: Sequence[Cause], now: Snapshot) -> Location:
+    """The layer whose resonance stands out most from the others', and the pairs across it."""
     if now.measurement is None or len(now.measurement.nodes) < 2:
-        return Place(None, [])
+        return Location(None, [])
     nodes = now.measurement.nodes
-    everywhere = any(cause.source == RATE and cause.incriminating for cause in causes)
-    profile = {move.where: move.surprise for move in moves if move.family == "profile"}
+    everywhere = any(cause.source == LEARNING_RATE and cause.lowers_threshold for cause in causes)
+    profile = {d.where: d.deviation for d in deviations if d.family == "profile"}
     rebuilt = {cause.node(nodes) for cause in causes if cause.source.startswith(OPERATIONS)}
-    blamed = rebuilt or {cause.node(nodes) for cause in causes if cause.source.startswith(WEIGHTS)}
-    node = blamed.pop() if len(blamed) == 1 else None
+    suspects = rebuilt or {cause.node(nodes) for cause in causes if cause.source.startswith(WEIGHTS)}
+    node = suspects.pop() if len(suspects) == 1 else None
     if node is None or everywhere:
         node = max(profile, key=lambda name: abs(profile[name].size), default=nodes[0])
-        sizes = [abs(surprise.size) for surprise in profile.values()]
+        sizes = [abs(deviation.size) for deviation in profile.values()]
         usual = statistics.median(sizes) if sizes else math.inf
-        if everywhere or not sizes or profile[node].score < MOVED or abs(profile[node].size) < STANDING_OUT * usual:
-            affected = sorted(
-                (move for move in moves if move.family == "coupling"), key=lambda move: -move.surprise.score
-            )
-            # where all have a part in it, the first third stands out enough to be named
-            named = affected[: max(1, len(affected) // 3)]
-            return Place(None, [Pair(*move.where.split("--", 1)) for move in named])
-    return Place(node, straddling(nodes, node) or [Pair(node, other) for other in nodes[1:]])
+        if everywhere or not sizes or profile[node].score < AFFECTED or abs(profile[node].size) < STANDS_OUT * usual:
+            couplings = sorted((d for d in deviations if d.family == "coupling"), key=lambda d: -d.deviation.score)
+            # where all are affected, only the first third stands out enough to be named
+            named = couplings[: max(1, len(couplings) // 3)]
+            return Location(None, [Pair(*d.where.split("--", 1)) for d in named])
+    return Location(node, pairs_across(nodes, node) or [Pair(node, other) for other in nodes[1:]])
 
 
-def _reading(family: Family, moves: Sequence[Move], place: Place, before: Snapshot | None, now: Snapshot) -> Reading:
-    """The member of a family to speak of: at the place of the event, if there is one, else the most surprised one."""
+def _reported_change(
+    family: Family,
+    deviations: Sequence[FeatureDeviation],
+    location: Location,
+    before: Snapshot | None,
+    now: Snapshot,
+) -> ReportedChange:
+    """The member of a family to report: at the location of the event if there is one, else of the highest score."""
     if family == "loss":
-        where = "loss" if place.node is None else str(place.pairs[0])
-        return Reading("loss", where, math.nan if before is None else before.loss, now.loss)
+        where = "loss" if location.node is None else str(location.pairs[0])
+        return ReportedChange("loss", where, math.nan if before is None else before.loss, now.loss)
     if family == "lambda_1":
-        values = [math.nan if s is None or s.spectrum is None else s.spectrum.sharpness for s in (before, now)]
-        return Reading("hessian", "lambda_1" if place.node is None else str(place.pairs[0]), *values)
-    metric = family if family in ("coupling", "stable_rank", "gn_gap") else "resonance"
-    members = {move.where: move.surprise.score for move in moves if move.family == family}
-    moved = sum(score > MOVED for score in members.values())
-    if (metric == "resonance" and (family == "level" or place.node is None)) or (
-        place.node is None and moved > THROUGHOUT * len(members)
+        where = "lambda_1" if location.node is None else str(location.pairs[0])
+        return ReportedChange("hessian", where, _sharpness(before), _sharpness(now))
+    metric = family if any(family == spec.metric for spec in PAIR_FEATURES) else "resonance"
+    scores = {d.where: d.deviation.score for d in deviations if d.family == family}
+    affected = sum(score > AFFECTED for score in scores.values())
+    if (metric == "resonance" and (family == "level" or location.node is None)) or (
+        location.node is None and affected > WIDESPREAD * len(scores)
     ):
-        return Reading(metric, EVERYWHERE, _mean(before, metric), _mean(now, metric))
-    across = list(members) if place.node is None else [str(pair) for pair in place.pairs]
-    where = max(across, key=lambda pair: members.get(pair, 0.0))
-    return Reading(metric, where, _value(before, metric, where), _value(now, metric, where))
+        return ReportedChange(metric, ALL_PAIRS, _mean(before, metric), _mean(now, metric))
+    pairs = list(scores) if location.node is None else [str(pair) for pair in location.pairs]
+    where = max(pairs, key=lambda pair: scores.get(pair, 0.0))
+    return ReportedChange(metric, where, _value(before, metric, where), _value(now, metric, where))
 
 
-def _message(reading: Reading, place: Place, causes: Sequence[Cause], moves: Sequence[Move], step: int) -> str:
+def _message(
+    change: ReportedChange,
+    location: Location,
+    causes: Sequence[Cause],
+    deviations: Sequence[FeatureDeviation],
+    step: int,
+) -> str:
     """`coupling stem--layer4 fell from 0.82 to 0.31: …; at the same time: …; check …`"""
-    metric, up = reading.metric, reading.after > reading.before
-    at = f" {reading.where}" if metric not in ("loss", "hessian") else ""
-    moved = f"{'rose' if up else 'fell'} from {reading.before:.3g} to {reading.after:.3g}"
-    parts = [f"{_NAMES[metric]}{at} {moved}: {_MEANING[metric, up]}"]
-    if place.node is None:
+    metric, up = change.metric, change.after > change.before
+    at = f" {change.where}" if metric not in ("loss", "hessian") else ""
+    values = f"{'rose' if up else 'fell'} from {change.before:.3g} to {change.after:.3g}"
+    title, meaning = _TITLES.get(metric, metric.replace("_", " ")), _MEANINGS.get((metric, up))
+    parts = [f"{title}{at} {values}" + (f": {meaning}" if meaning else "")]
+    if location.node is None:
         parts.append("throughout the network")
     else:
-        others = ", ".join(str(pair) for pair in place.pairs[:3] if str(pair) != reading.where)
-        parts.append(f"at {place.node} (also {others})" if others else f"at {place.node}")
-    loss = next((move.surprise for move in moves if move.family == "loss"), None)
-    if metric != "loss" and loss is not None and loss.score > MOVED:
-        parts.append(f"the loss {'rose' if loss.size > 0 else 'fell'} {math.exp(abs(loss.size)):.3g}-fold with it")
+        others = ", ".join(str(pair) for pair in location.pairs[:3] if str(pair) != change.where)
+        parts.append(f"at {location.node} (also {others})" if others else f"at {location.node}")
+    loss = next((d.deviation for d in deviations if d.family == "loss"), None)
+    if metric != "loss" and loss is not None and loss.score > AFFECTED:
+        parts.append(f"the loss {'rose' if loss.size > 0 else 'fell'} {math.exp(abs(loss.size)):.3g}-fold")
     if causes:
-        parts.append(f"at the same time: {_listed(causes)}")
-    parts.append(f"check {_suspects(place, causes)} before step {step}")
+        parts.append(f"at the same time: {_list_causes(causes)}")
+    parts.append(f"check {_suggestion(location, causes)} before step {step}")
     return "; ".join(parts)
 
 
-def _listed(causes: Sequence[Cause]) -> str:
-    """The most telling kinds first; of running statistics, which all move together, one."""
-    order = (OPERATIONS, RATE, LOSS, WEIGHTS, BUFFERS)
+def _list_causes(causes: Sequence[Cause]) -> str:
+    """The most informative kinds first; running statistics all change together, so one of them is enough."""
+    order = (OPERATIONS, LEARNING_RATE, TRAINING_LOSS, WEIGHTS, BUFFERS)
     kinds = [[cause for cause in causes if cause.source.startswith(kind)] for kind in order]
     kinds[-1] = kinds[-1][:1]
     shown = [cause.text for kind in kinds for cause in kind][:MOST_CAUSES]
@@ -173,37 +184,41 @@ def _listed(causes: Sequence[Cause]) -> str:
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
-def _suspects(place: Place, causes: Sequence[Cause]) -> str:
-    def moved(kind: str) -> bool:
-        return any(cause.source.startswith(kind) and cause.incriminating for cause in causes)
+def _suggestion(location: Location, causes: Sequence[Cause]) -> str:
+    def changed(kind: str) -> bool:
+        return any(cause.source.startswith(kind) and cause.lowers_threshold for cause in causes)
 
-    if moved(OPERATIONS):
-        return "what the network computes: it is not the same as"
-    if moved(RATE):
+    if changed(OPERATIONS):
+        return "what the network computes, which is not the same as"
+    if changed(LEARNING_RATE):
         return "the learning rate"
-    if moved(WEIGHTS) and place.node is not None:
-        return f"what happened to the weights of {place.node}"
-    if moved(LOSS):
+    if changed(WEIGHTS) and location.node is not None:
+        return f"what happened to the weights of {location.node}"
+    if changed(TRAINING_LOSS):
         return "the data and their labels"
-    if moved(BUFFERS):
+    if changed(BUFFERS):
         return "running statistics (batch norm)"
-    return "the data and the learning rate" if place.node is None else f"what changed in {place.node}"
+    return "the data and the learning rate" if location.node is None else f"what changed in {location.node}"
+
+
+def _sharpness(snapshot: Snapshot | None) -> float:
+    return math.nan if snapshot is None or snapshot.spectrum is None else snapshot.spectrum.sharpness
 
 
 def _value(snapshot: Snapshot | None, metric: str, where: str) -> float:
     if snapshot is None or snapshot.measurement is None:
         return math.nan
-    found = snapshot.measurement
+    measurement = snapshot.measurement
     try:
-        i, j = (found.nodes.index(name) for name in where.split("--", 1))
-    except ValueError:  # other nodes then
+        i, j = (measurement.nodes.index(name) for name in where.split("--", 1))
+    except ValueError:  # measured on other nodes
         return math.nan
-    value: float = getattr(found, metric)[i, j].item()
+    value: float = getattr(measurement, metric)[i, j].item()
     return value
 
 
 def _mean(snapshot: Snapshot | None, metric: str) -> float:
-    """Over all pairs; of resonances, geometric."""
+    """Over all pairs; geometric for resonances."""
     if snapshot is None or snapshot.measurement is None:
         return math.nan
     values = getattr(snapshot.measurement, metric)

@@ -1,6 +1,7 @@
-"""Fixed rules beside the detection of changes: each has its threshold, and is switched off with None or False.
+"""Fixed rules, in addition to change detection: each has a threshold; None or False switches it off.
 
-A rule speaks when its condition has held for several measurements, and again only after it has not for as long.
+A rule raises an alert when its condition has held for several measurements in a row, and again only after it has not
+held for as many.
 """
 
 from __future__ import annotations
@@ -13,35 +14,39 @@ from typing import Any, NamedTuple
 from curvmon.errors import InputError
 from curvmon.records import Alert, Level, Snapshot
 
-BEYOND_ERROR = 4.0
+MIN_EXCESS = 4.0
 """standard errors by which a value has to exceed its threshold"""
 
 
 @dataclass(frozen=True)
 class AlertRules:
-    """What `CurvatureMonitor` tells of; None or False switches a rule off."""
+    """What `CurvatureMonitor` raises alerts for; None or False switches a rule off.
+
+    Raises:
+        InputError: a value is of the wrong type or out of range.
+    """
 
     changes: bool = True
     """abrupt changes of resonance, coupling, stable rank, GN-Gap, the top eigenvalue or the probe batch's loss"""
     sensitivity: float = 1.0
-    """to changes: 2 tells them at half the usual proof, 0.5 at twice"""
+    """to changes: 2 halves the evidence that one needs, 0.5 doubles it"""
     edge_of_stability: float | None = 1.0
-    """λ_1 over the optimizer's stability limit; a notice, no alert: most runs get there"""
+    """sharpness over the largest stable sharpness of the optimizer; a notice, no alert: most runs get there"""
     far_beyond_stability: float | None = 20.0
     """the same ratio as a warning. A probe batch of 32 is sharper than the whole data, so runs that train well reach
     several times the limit; for training with full batches, 1.5 is far"""
     coupling_above: float | None = 1.05
-    """a coupling larger than this by more than its error; a notice. Above 1 it takes curvature outside Gauss-Newton,
-    a little above 1 little of it"""
+    """a coupling that exceeds this by more than its error; a notice. Above 1 the tensor part, which Gauss-Newton
+    misses, contributes; it need not dominate"""
     saddle: float | None = -0.5
     """smallest eigenvalue over λ_1, while the loss stalls"""
     stalled: float = 0.01
-    """relative change of the loss over `lasting` measurements that counts as stalling"""
+    """the loss stalls if it changes by less than this share over `lasting` measurements"""
     rank_collapse: float | None = 1.02
     """mean stable rank between different layers, after it has been at least twice as large; a notice: small networks
     get there by training well"""
     gn_gap_above: float | None = None
-    """a level for the largest GN-Gap"""
+    """threshold of the largest GN-Gap"""
     not_finite: bool = True
     """loss, parameters or curvature that are NaN or infinite"""
     lasting: int = 3
@@ -66,16 +71,16 @@ class AlertRules:
             if not isinstance(getattr(self, name), (int, float)) or not getattr(self, name) > 0:
                 raise InputError(f"{name} must be a positive number, not {getattr(self, name)!r}")
         if not isinstance(self.lasting, int) or self.lasting < 1:
-            raise InputError(f"lasting must be a whole number of at least 1, not {self.lasting!r}")
+            raise InputError(f"lasting must be an integer of at least 1, not {self.lasting!r}")
 
 
-_OF_OPTIMIZER = {"edge_of_stability", "far_beyond_stability"}
-_OF_SPECTRUM = {*_OF_OPTIMIZER, "saddle"}
-_OF_PAIRS = {"coupling_above", "rank_collapse", "gn_gap_above"}
+_OPTIMIZER_RULES = {"edge_of_stability", "far_beyond_stability"}
+_SPECTRUM_RULES = {*_OPTIMIZER_RULES, "saddle"}
+_PAIR_RULES = {"coupling_above", "rank_collapse", "gn_gap_above"}
 
 
-class Finding(NamedTuple):
-    """A condition that holds now."""
+class Violation(NamedTuple):
+    """A rule's condition that holds at this measurement."""
 
     rule: str
     metric: str
@@ -86,161 +91,167 @@ class Finding(NamedTuple):
     level: Level = "warning"
 
 
-class RuleBook:
+class RuleChecker:
     """Applies the rules to one snapshot after the other."""
 
     def __init__(self, rules: AlertRules) -> None:
         self._rules = rules
-        self._held: dict[str, int] = {}
-        """measurements in a row for which a rule's condition has held; negative: for which a told one has not"""
-        self._told: list[str] = []
+        self._streaks: dict[str, int] = {}
+        """measurements in a row at which a rule's condition has held (positive) or has not (negative)"""
+        self._raised: list[str] = []
+        """rules that raise no second alert until their condition has ceased"""
         self._losses: list[float] = []
-        self._highest_rank = 0.0
+        self._largest_rank = 0.0
 
     def update(self, snapshot: Snapshot) -> list[Alert]:
         """Alerts, and notices of level "info"."""
         self._losses.append(snapshot.loss)
         del self._losses[: -self._rules.lasting - 1]
-        found = [
-            self._edge(snapshot),
-            self._far_beyond(snapshot),
-            self._coupling(snapshot),
+        violations = [
+            self._edge_of_stability(snapshot),
+            self._far_beyond_stability(snapshot),
+            self._coupling_above(snapshot),
             self._saddle(snapshot),
-            self._rank(snapshot),
-            self._gap(snapshot),
+            self._rank_collapse(snapshot),
+            self._gn_gap_above(snapshot),
         ]
-        known: set[str] = set()
+        checked: set[str] = set()
         if snapshot.spectrum is not None:
-            known |= _OF_SPECTRUM - (_OF_OPTIMIZER if math.isnan(snapshot.spectrum.stability_ratio) else set())
+            checked |= _SPECTRUM_RULES - (_OPTIMIZER_RULES if math.isnan(snapshot.spectrum.stability_ratio) else set())
         if snapshot.measurement is not None:
-            known |= _OF_PAIRS
-        return self._spoken([f for f in found if f is not None], known, snapshot.step, snapshot.epoch)
+            checked |= _PAIR_RULES
+        return self._new_alerts([v for v in violations if v is not None], checked, snapshot.step, snapshot.epoch)
 
     def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
-        """There was nothing to measure: the loss or its derivatives are not finite."""
-        if not self._rules.not_finite or "not_finite" in self._told:
+        """Nothing could be measured: the loss or its derivatives are not finite."""
+        if not self._rules.not_finite or "not_finite" in self._raised:
             return []
-        self._told.append("not_finite")
-        message = f"not finite at step {step}: {reason}. Go back to a checkpoint from before"
+        self._raised.append("not_finite")
+        message = f"not finite at step {step}: {reason}. Go back to an earlier checkpoint"
         nan = math.nan
         return [Alert("not_finite", "loss", "loss", nan, nan, math.inf, step, epoch, message, "error")]
 
-    def _spoken(self, found: list[Finding], known: set[str], step: int, epoch: int) -> list[Alert]:
-        """A rule that could not be looked at is left as it was: a missing number is no end of a condition."""
-        holding = {f.rule for f in found}
-        for rule in known | {"not_finite"}:
-            before = self._held.get(rule, 0)
-            self._held[rule] = max(before, 0) + 1 if rule in holding else min(before, 0) - 1
-            if self._held[rule] <= -self._rules.lasting or (rule == "not_finite" and rule not in holding):
-                self._told = [told for told in self._told if told != rule]
-        fresh = [f for f in found if self._held[f.rule] >= self._rules.lasting and f.rule not in self._told]
-        self._told += [f.rule for f in fresh]
+    def _new_alerts(self, violations: list[Violation], checked: set[str], step: int, epoch: int) -> list[Alert]:
+        """Rules that could not be checked keep their state: a missing value does not end a condition."""
+        violated = {v.rule for v in violations}
+        for rule in checked | {"not_finite"}:
+            streak = self._streaks.get(rule, 0)
+            self._streaks[rule] = max(streak, 0) + 1 if rule in violated else min(streak, 0) - 1
+            if self._streaks[rule] <= -self._rules.lasting or (rule == "not_finite" and rule not in violated):
+                self._raised = [raised for raised in self._raised if raised != rule]
+        lasting = self._rules.lasting
+        new = [v for v in violations if self._streaks[v.rule] >= lasting and v.rule not in self._raised]
+        self._raised += [v.rule for v in new]
         return [
             Alert(
-                kind=f.rule,
-                metric=f.metric,
-                where=f.where,
-                before=f.threshold,
-                after=f.value,
-                score=abs(f.value / f.threshold) if f.threshold else math.inf,
+                kind=v.rule,
+                metric=v.metric,
+                where=v.where,
+                before=v.threshold,
+                after=v.value,
+                score=abs(v.value / v.threshold) if v.threshold else math.inf,
                 step=step,
                 epoch=epoch,
-                message=f"{f.message} (step {step})",
-                level=f.level,
+                message=f"{v.message} (step {step})",
+                level=v.level,
             )
-            for f in fresh
+            for v in new
         ]
 
-    def _edge(self, snapshot: Snapshot) -> Finding | None:
-        limit, found = self._rules.edge_of_stability, snapshot.spectrum
-        if limit is None or found is None or not found.stability_ratio > limit:
+    def _edge_of_stability(self, snapshot: Snapshot) -> Violation | None:
+        limit, spectrum = self._rules.edge_of_stability, snapshot.spectrum
+        if limit is None or spectrum is None or not spectrum.stability_ratio > limit:
             return None
+        ratio = spectrum.stability_ratio
         message = (
-            f"sharpness is {found.stability_ratio:.3g} times the optimizer's stability limit on the probe batch: the "
-            "edge of stability, where training usually hovers"
+            f"sharpness is {ratio:.3g} times the largest stable sharpness of the optimizer, on the probe batch: the "
+            "edge of stability, where most runs stay"
         )
-        ratio = found.stability_ratio
-        return Finding("edge_of_stability", "hessian", "lambda_1", limit, ratio, message, "info")
+        return Violation("edge_of_stability", "hessian", "lambda_1", limit, ratio, message, "info")
 
-    def _far_beyond(self, snapshot: Snapshot) -> Finding | None:
-        limit, found = self._rules.far_beyond_stability, snapshot.spectrum
-        if limit is None or found is None or not found.stability_ratio > limit:
+    def _far_beyond_stability(self, snapshot: Snapshot) -> Violation | None:
+        limit, spectrum = self._rules.far_beyond_stability, snapshot.spectrum
+        if limit is None or spectrum is None or not spectrum.stability_ratio > limit:
             return None
+        ratio = spectrum.stability_ratio
         message = (
-            f"sharpness is {found.stability_ratio:.3g} times the optimizer's stability limit: steps overshoot along "
-            "the sharpest direction; lower the learning rate, or warm it up longer"
+            f"sharpness is {ratio:.3g} times the largest stable sharpness of the optimizer: steps overshoot along the "
+            "sharpest direction; lower the learning rate, or warm it up longer"
         )
-        return Finding("far_beyond_stability", "hessian", "lambda_1", limit, found.stability_ratio, message)
+        return Violation("far_beyond_stability", "hessian", "lambda_1", limit, ratio, message)
 
-    def _coupling(self, snapshot: Snapshot) -> Finding | None:
-        limit, found = self._rules.coupling_above, snapshot.measurement
-        if limit is None or found is None or len(found.nodes) < 2:
+    def _coupling_above(self, snapshot: Snapshot) -> Violation | None:
+        limit, measurement = self._rules.coupling_above, snapshot.measurement
+        if limit is None or measurement is None or len(measurement.nodes) < 2:
             return None
-        excess = (found.coupling - limit) / found.stderr["coupling"].clamp_min(1e-3)
+        excess = (measurement.coupling - limit) / measurement.stderr["coupling"].clamp_min(1e-3)
         excess.fill_diagonal_(-math.inf)
-        i, j = sorted(divmod(int(excess.nan_to_num(-math.inf).argmax()), len(found.nodes)))
-        if not excess[i, j].item() > BEYOND_ERROR:
+        i, j = sorted(divmod(int(excess.nan_to_num(-math.inf).argmax()), len(measurement.nodes)))
+        if not excess[i, j].item() > MIN_EXCESS:
             return None
-        where, value = f"{found.nodes[i]}--{found.nodes[j]}", found.coupling[i, j].item()
+        where, value = f"{measurement.nodes[i]}--{measurement.nodes[j]}", measurement.coupling[i, j].item()
         message = (
-            f"coupling {where} is {value:.3g}, above {limit:g}: curvature that Gauss-Newton cannot see dominates "
-            "between these layers; do not rely on K-FAC or Fisher there"
+            f"coupling {where} is {value:.3g}, above {limit:g}: the tensor part of the Hessian, which K-FAC and Fisher "
+            "miss, contributes between these layers; see the GN-Gap for how much"
         )
-        return Finding("coupling_above", "coupling", where, limit, value, message, "info")
+        return Violation("coupling_above", "coupling", where, limit, value, message, "info")
 
-    def _saddle(self, snapshot: Snapshot) -> Finding | None:
-        limit, found = self._rules.saddle, snapshot.spectrum
-        if limit is None or found is None or not found.sharpness > 0 or len(self._losses) <= self._rules.lasting:
+    def _saddle(self, snapshot: Snapshot) -> Violation | None:
+        limit, spectrum = self._rules.saddle, snapshot.spectrum
+        if limit is None or spectrum is None or not spectrum.sharpness > 0 or len(self._losses) <= self._rules.lasting:
             return None
-        ratio, first = found.smallest / found.sharpness, self._losses[0]
+        ratio, first = spectrum.smallest / spectrum.sharpness, self._losses[0]
         change = abs(self._losses[-1] / first - 1) if first else math.inf
         if not (ratio < limit and change < self._rules.stalled):
             return None
         message = (
-            f"the smallest eigenvalue is {ratio:.2g} times the largest while the loss stalls: a saddle; more noise, "
-            "momentum or a larger learning rate may lead out of it"
+            f"the smallest eigenvalue is {ratio:.2g} times the largest while the loss stalls: a saddle point; more "
+            "gradient noise, momentum or a larger learning rate may help to escape it"
         )
-        return Finding("saddle", "hessian", "lambda_min", limit, ratio, message)
+        return Violation("saddle", "hessian", "lambda_min", limit, ratio, message)
 
-    def _rank(self, snapshot: Snapshot) -> Finding | None:
-        limit, found = self._rules.rank_collapse, snapshot.measurement
-        if limit is None or found is None or len(found.nodes) < 2:
+    def _rank_collapse(self, snapshot: Snapshot) -> Violation | None:
+        limit, measurement = self._rules.rank_collapse, snapshot.measurement
+        if limit is None or measurement is None or len(measurement.nodes) < 2:
             return None
-        value = found.by_distance("stable_rank")[1:].nanmean().item()
+        value = measurement.by_distance("stable_rank")[1:].nanmean().item()
         if not math.isfinite(value):
             return None
-        self._highest_rank = max(self._highest_rank, value)
-        if not (value < limit and self._highest_rank > 2 * limit):
+        self._largest_rank = max(self._largest_rank, value)
+        if not (value < limit and self._largest_rank > 2 * limit):
             return None
         message = (
-            f"the stable rank between layers fell to {value:.3g} (it was {self._highest_rank:.2g}): a single direction "
-            "carries all curvature; check for collapsed representations, or a single sample that dominates the loss"
+            f"the mean stable rank between layers fell to {value:.3g} (its maximum was {self._largest_rank:.2g}): all "
+            "curvature is in a single direction; check for collapsed representations, or a single sample that "
+            "dominates the loss"
         )
-        return Finding("rank_collapse", "stable_rank", "all pairs", limit, value, message, "info")
+        return Violation("rank_collapse", "stable_rank", "all pairs", limit, value, message, "info")
 
-    def _gap(self, snapshot: Snapshot) -> Finding | None:
-        limit, found = self._rules.gn_gap_above, snapshot.measurement
-        if limit is None or found is None:
+    def _gn_gap_above(self, snapshot: Snapshot) -> Violation | None:
+        limit, measurement = self._rules.gn_gap_above, snapshot.measurement
+        if limit is None or measurement is None:
             return None
-        error = found.stderr["gn_gap"]
-        excess = (found.gn_gap - BEYOND_ERROR * error).where(found.gn_gap.isfinite() & error.isfinite(), -math.inf)
-        i, j = sorted(divmod(int(excess.argmax()), len(found.nodes)))
+        gap, error = measurement.gn_gap, measurement.stderr["gn_gap"]
+        excess = (gap - MIN_EXCESS * error).where(gap.isfinite() & error.isfinite(), -math.inf)
+        i, j = sorted(divmod(int(excess.argmax()), len(measurement.nodes)))
         if not excess[i, j].item() > limit:
             return None
-        where, value = f"{found.nodes[i]}--{found.nodes[j]}", found.gn_gap[i, j].item()
+        where, value = f"{measurement.nodes[i]}--{measurement.nodes[j]}", gap[i, j].item()
         message = (
-            f"GN-Gap {where} is {value:.3g}, above {limit:g}: Gauss-Newton misses that much of the curvature there"
+            f"GN-Gap {where} is {value:.3g}, above {limit:g}: Gauss-Newton, K-FAC and Fisher miss that much of the "
+            "curvature there, relative to what they include"
         )
-        return Finding("gn_gap_above", "gn_gap", where, limit, value, message)
+        return Violation("gn_gap_above", "gn_gap", where, limit, value, message)
 
     def state_dict(self) -> dict[str, Any]:
+        """Lists, dicts, strings and numbers only."""
         return {
-            "held": dict(self._held),
-            "told": list(self._told),
+            "streaks": dict(self._streaks),
+            "raised": list(self._raised),
             "losses": list(self._losses),
-            "highest_rank": self._highest_rank,
+            "largest_rank": self._largest_rank,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._held, self._told = dict(state["held"]), list(state["told"])
-        self._losses, self._highest_rank = list(state["losses"]), state["highest_rank"]
+        self._streaks, self._raised = dict(state["streaks"]), list(state["raised"])
+        self._losses, self._largest_rank = list(state["losses"]), state["largest_rank"]

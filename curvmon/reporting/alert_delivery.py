@@ -1,4 +1,4 @@
-"""How an alert reaches people: the Python log, W&B, TensorBoard, and what the user wants done."""
+"""Delivers an alert: to the Python log, to W&B and TensorBoard, and to what `on_alert` asks for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WANDB_WAIT = 300
 
 
 def deliver(trainer: Any, alert: Alert, key: str) -> None:
-    """On the first process: to the Python log and to the loggers that have a place for text."""
+    """On rank 0: to the Python log, and to the loggers that take text."""
     log.log(_LEVELS[alert.level], "%s", alert.message)
     for logger in trainer.loggers:
         kind = kind_of(logger)
@@ -38,20 +38,20 @@ def deliver(trainer: Any, alert: Alert, key: str) -> None:
             warn(f"{type(logger).__name__} did not take an alert ({type(error).__name__}: {error})")
 
 
-def act(trainer: Any, alert: Alert, wanted: Callable[[Alert], Any] | str | None) -> None:
-    """What `on_alert` asks for, on every process; a callable is called on the first one only."""
-    if wanted == "stop":
+def act(trainer: Any, alert: Alert, on_alert: Callable[[Alert], Any] | str | None) -> None:
+    """What `on_alert` asks for, on every rank; a callable is called on rank 0 only."""
+    if on_alert == "stop":
         trainer.should_stop = True
-    elif wanted == "checkpoint":
-        checkpoints = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.checkpoint_callback else None
-        folder = str(checkpoints or trainer.default_root_dir).rstrip("/")  # may be a bucket: no Path
+    elif on_alert == "checkpoint":
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.checkpoint_callback else None
+        folder = str(folder or trainer.default_root_dir).rstrip("/")  # not a Path: it may be the URL of a bucket
         try:
             trainer.save_checkpoint(f"{folder}/curvmon-alert-step={alert.step}.ckpt")
-        except Exception as error:  # a full disk, say
-            trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other processes wait for this one
+        except Exception as error:  # a full disk, for instance
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other ranks wait for this one
             warn(f"no checkpoint of an alert was written ({type(error).__name__}: {error}); training goes on")
-    elif callable(wanted) and trainer.is_global_zero:
+    elif callable(on_alert) and trainer.is_global_zero:
         try:
-            wanted(alert)
+            on_alert(alert)
         except Exception as error:
             warn(f"on_alert raised {type(error).__name__}: {error}; training goes on")

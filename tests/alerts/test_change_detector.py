@@ -1,4 +1,4 @@
-"""One series: silent on what is usual, at once on what is not."""
+"""A single quantity: no alert on what is usual, one at once on what is not."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def alarms(values: list[float], stderr: float) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_quiet_series_raise_no_more_than_one_false_alarm_in_a_thousand(kind: str) -> None:
     rng = random.Random(kind)
-    points = found = 0
+    points = false = 0
     for _ in range(60):
         length, noise = rng.choice([10, 20, 40, 80, 200]), rng.choice([0.02, 0.05, 0.1, 0.2])
-        found += len(alarms(series(kind, length, noise, rng), noise / 3))
+        false += len(alarms(series(kind, length, noise, rng), noise / 3))
         points += length
-    assert found <= points / 1000
+    assert false <= points / 1000
 
 
 @pytest.mark.parametrize("kind", ["stationary", "autoregressive", "walk"])
-def test_a_jump_of_ten_deviations_is_told_at_once(kind: str) -> None:
+def test_a_jump_of_ten_deviations_is_detected_at_once(kind: str) -> None:
     rng = random.Random(kind)
-    told = 0
+    detected = 0
     for _ in range(60):
         noise = rng.choice([0.02, 0.05, 0.1])
         values = series(kind, 40, noise, rng)
         at = rng.randrange(10, 39)
         jump = rng.choice([-1, 1]) * max(10 * noise, 0.7) * rng.uniform(1, 3)
-        told += at in alarms([y + (jump if i >= at else 0.0) for i, y in enumerate(values)], noise / 3)
-    assert told >= 57
+        detected += at in alarms([y + (jump if i >= at else 0.0) for i, y in enumerate(values)], noise / 3)
+    assert detected >= 57
 
 
-def test_one_jump_is_one_alarm_and_the_next_is_told_again() -> None:
+def test_one_jump_is_one_alert_and_the_next_is_another() -> None:
     rng = random.Random(0)
     values = [rng.gauss(0, 0.05) + (1.5 if i >= 20 else 0) + (1.5 if i >= 40 else 0) for i in range(60)]
     assert alarms(values, 0.02) == [20, 40]
@@ -75,7 +75,7 @@ def test_a_large_error_bar_excuses_a_point() -> None:
     assert detector.update(3.0, stderr=3.0) is None
 
 
-def test_what_is_no_number_is_passed_over() -> None:
+def test_values_that_are_not_finite_or_positive_are_skipped() -> None:
     detector = ChangeDetector()
     for i in range(12):
         detector.update(1.0 + 0.02 * (-1) ** i, 0.01)
@@ -88,25 +88,25 @@ def test_what_is_no_number_is_passed_over() -> None:
 def test_scaling_the_values_changes_nothing() -> None:
     rng = random.Random(1)
     values = [math.exp(rng.gauss(0, 0.05) + (1.0 if i >= 25 else 0)) for i in range(40)]
-    told = []
+    jumps = []
     for scale in (1.0, 1e-9, 1e9):
         detector = ChangeDetector()
-        told.append([i for i, v in enumerate(values) if detector.update(scale * v, 0.02 * scale * v)])
-    assert told[0] == told[1] == told[2] == [25]
+        jumps.append([i for i, v in enumerate(values) if detector.update(scale * v, 0.02 * scale * v)])
+    assert jumps[0] == jumps[1] == jumps[2] == [25]
 
 
-def test_a_resumed_series_goes_on_as_if_nothing_had_happened() -> None:
+def test_a_resumed_detector_decides_as_if_never_stopped() -> None:
     rng = random.Random(2)
     values = [math.exp(rng.gauss(0, 0.05) + (1.0 if i >= 30 else 0)) for i in range(40)]
     whole, first, second = ChangeDetector(), ChangeDetector(), ChangeDetector()
     expected = [whole.update(v, 0.02 * v) for v in values]
-    found = [first.update(v, 0.02 * v) for v in values[:20]]
+    resumed = [first.update(v, 0.02 * v) for v in values[:20]]
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
     second.load_state_dict(torch.load(file, weights_only=True))
-    found += [second.update(v, 0.02 * v) for v in values[20:]]
-    assert found == expected and found[30] is not None
+    resumed += [second.update(v, 0.02 * v) for v in values[20:]]
+    assert resumed == expected and resumed[30] is not None
 
 
 def test_unknown_scales_and_options_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""What may explain a change: circumstances that moved, and a network that computes something else than before."""
+"""What may explain a change: values of the context that jumped, and a network that computes something else."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from curvmon.alerts.context import Cause, Circumstances, Surroundings, circumstances
-from curvmon.alerts.manager import Alarms
+from curvmon.alerts.context import Cause, Context, ContextTracker, context_values
+from curvmon.alerts.manager import AlertManager
 from tests.alerts.test_manager import NODES, snapshot
 
 
-def causes(series: list[Circumstances]) -> list[list[Cause]]:
+def causes_of(contexts: list[Context]) -> list[list[Cause]]:
     """Of every point; the state goes through JSON in between, as through a checkpoint."""
-    held, found = Surroundings(), []
-    for point in series:
-        found.append(held.update(point))
-        state = json.loads(json.dumps(held.state_dict()))
-        held = Surroundings()
-        held.load_state_dict(state)
-    return found
+    tracker, causes = ContextTracker(), []
+    for point in contexts:
+        causes.append(tracker.update(point))
+        state = json.loads(json.dumps(tracker.state_dict()))
+        tracker = ContextTracker()
+        tracker.load_state_dict(state)
+    return causes
 
 
-def values(name: str, series: list[float]) -> list[Circumstances]:
-    return [Circumstances({name: value}) for value in series]
+def values(name: str, sequence: list[float]) -> list[Context]:
+    return [Context({name: value}) for value in sequence]
 
 
-def test_what_moves_as_before_is_no_cause() -> None:
+def test_values_that_follow_their_forecast_are_no_cause() -> None:
     rng = random.Random(0)
     cosine = [0.1 * (1 + math.cos(math.pi * t / 40)) for t in range(38)]
     losses = [2.0 * math.exp(-t / 8) * (1 + 0.05 * rng.gauss(0, 1)) + 0.1 for t in range(38)]
     norms = [10 + 0.05 * t + 0.02 * rng.gauss(0, 1) for t in range(38)]
-    for name, series in [("learning rate", cosine), ("training loss", losses), ("size of a.weight", norms)]:
-        assert not any(causes(values(name, series))), name
+    for name, sequence in [("learning rate", cosine), ("training loss", losses), ("norm of a.weight", norms)]:
+        assert not any(causes_of(values(name, sequence))), name
 
 
 @pytest.mark.parametrize(
-    ("name", "factor", "incriminating"),
+    ("name", "factor", "lowers_threshold"),
     [
         ("learning rate", 20.0, True),
         ("learning rate", 0.1, False),  # a schedule
         ("training loss", 5.0, True),
         ("training loss", 0.2, False),
-        ("size of a.weight", 0.7, True),
-        ("size of a.weight", 1.4, True),
+        ("norm of a.weight", 0.7, True),
+        ("norm of a.weight", 1.4, True),
         ("statistics in a.running_var", 0.3, True),
     ],
 )
-def test_a_jump_is_told_once(name: str, factor: float, incriminating: bool) -> None:
-    found = causes(values(name, [1.0] * 8 + [factor] * 8))
-    assert [bool(now) for now in found] == [t == 8 for t in range(16)]
-    ((cause,),) = (now for now in found if now)
-    assert cause.text == f"{name} x {factor:.3g}" and cause.incriminating is incriminating
+def test_a_jump_is_reported_once(name: str, factor: float, lowers_threshold: bool) -> None:
+    causes = causes_of(values(name, [1.0] * 8 + [factor] * 8))
+    assert [bool(now) for now in causes] == [t == 8 for t in range(16)]
+    ((cause,),) = (now for now in causes if now)
+    assert cause.text == f"{name} x {factor:.3g}" and cause.lowers_threshold is lowers_threshold
 
 
 def test_the_innermost_node_of_a_tensor() -> None:
     nodes = ["blocks", "blocks.1", "head"]
-    assert Cause("", "size of blocks.1.conv1.weight", 9.0, True).node(nodes) == "blocks.1"
-    assert Cause("", "size of blocks.10.weight", 9.0, True).node(nodes) == "blocks"
+    assert Cause("", "norm of blocks.1.conv1.weight", 9.0, True).node(nodes) == "blocks.1"
+    assert Cause("", "norm of blocks.10.weight", 9.0, True).node(nodes) == "blocks"
     assert Cause("", "operations of head", 9.0, True).node(nodes) == "head"
-    assert Cause("", "size of stem.weight", 9.0, True).node(nodes) is None
+    assert Cause("", "norm of stem.weight", 9.0, True).node(nodes) is None
 
 
 class Block(nn.Module):
@@ -94,40 +94,40 @@ def test_operations_are_counted_where_they_are() -> None:
     cut = measured(net).operations
     assert {node: cut[node] == before[node] for node in before} == {"0": True, "1": False, "2": True, "loss": True}
     net[1].skip, net[2].activation = True, nn.Tanh()
-    series = [Circumstances({}, before)] * 5 + [Circumstances({}, measured(net).operations)] * 2
-    found = causes(series)
-    assert [cause.text for now in found for cause in now] == ["operations of 2: 1 Silu less, 1 Tanh more"]
-    assert found[5][0].node(["0", "1", "2"]) == "2"
+    contexts = [Context({}, before)] * 5 + [Context({}, measured(net).operations)] * 2
+    causes = causes_of(contexts)
+    assert [cause.text for now in causes for cause in now] == ["operations of 2: 1 fewer Silu, 1 more Tanh"]
+    assert causes[5][0].node(["0", "1", "2"]) == "2"
 
 
-def test_a_network_that_is_never_the_same_is_no_cause() -> None:
-    assert not any(causes([Circumstances({}, {"a": {"Relu": t % 2 + 1}}) for t in range(12)]))
+def test_a_network_that_changes_at_every_measurement_is_no_cause() -> None:
+    assert not any(causes_of([Context({}, {"a": {"Relu": t % 2 + 1}}) for t in range(12)]))
 
 
-def test_other_nodes_are_no_cause() -> None:
-    assert not any(causes([Circumstances({}, {"a": {"Relu": 1}})] * 6 + [Circumstances({}, {"b": {"Relu": 2}})] * 6))
+def test_a_new_choice_of_nodes_is_no_cause() -> None:
+    assert not any(causes_of([Context({}, {"a": {"Relu": 1}})] * 6 + [Context({}, {"b": {"Relu": 2}})] * 6))
 
 
-def test_numbers_of_a_model() -> None:
+def test_context_values_of_a_model() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).double()
     net.half_precise = nn.Parameter(torch.full((70_000,), 60_000.0, dtype=torch.float16))
-    found = circumstances(net, 0.3, 1.5)
-    assert found["learning rate"] == 0.3 and found["training loss"] == 1.5
-    assert found["size of 0.weight"] == pytest.approx(net[0].weight.norm().item())
-    assert found["statistics in 1.running_var"] == pytest.approx(math.sqrt(8))
-    assert found["size of half_precise"] == pytest.approx(60_000 * math.sqrt(70_000), rel=1e-3)
-    assert "training loss" not in circumstances(net, 0.3)
+    current = context_values(net, 0.3, 1.5)
+    assert current["learning rate"] == 0.3 and current["training loss"] == 1.5
+    assert current["norm of 0.weight"] == pytest.approx(net[0].weight.norm().item())
+    assert current["statistics in 1.running_var"] == pytest.approx(math.sqrt(8))
+    assert current["norm of half_precise"] == pytest.approx(60_000 * math.sqrt(70_000), rel=1e-3)
+    assert "training loss" not in context_values(net, 0.3)
 
 
-def test_a_change_with_a_cause_needs_less_proof() -> None:
+def test_a_change_with_a_cause_needs_less_evidence() -> None:
     """A level that swings by itself triples, with and without a learning rate that jumps at the same time."""
 
-    def told(factor: float) -> list[int]:
-        rng, alarms, found = random.Random(1), Alarms(), []
+    def alerts_at(factor: float) -> list[int]:
+        rng, manager, raised_at = random.Random(1), AlertManager(), []
         for i in range(20):
             now = snapshot(i, rng, dict.fromkeys(NODES, 3.0 if i >= 15 else 1.0))
-            rate = Circumstances({"learning rate": factor if i >= 15 else 1.0})
-            found += [i for alert in alarms.update(now, (), rate) if alert.level != "info"]
-        return found
+            rate = Context({"learning rate": factor if i >= 15 else 1.0})
+            raised_at += [i for alert in manager.update(now, (), rate) if alert.level != "info"]
+        return raised_at
 
-    assert told(1.0) == [] and told(0.1) == [] and told(20.0) == [15]
+    assert alerts_at(1.0) == [] and alerts_at(0.1) == [] and alerts_at(20.0) == [15]

@@ -1,15 +1,18 @@
-"""The watch over all series, with measurements made up of known factors."""
+"""The owner of alerts, on synthetic measurements with changes of known size."""
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 
 from curvmon import AlertRules, Measurement
-from curvmon.alerts.context import Circumstances
-from curvmon.alerts.manager import Alarms
+from curvmon.alerts.context import Context
+from curvmon.alerts.manager import AlertManager
 from curvmon.records import Snapshot
 
 NODES = ("stem", "a", "b", "c", "d")
@@ -31,20 +34,20 @@ def snapshot(
     resonance = coupling * root[:, None] * root[None, :]
     ones = torch.ones(n, n, dtype=torch.float64)
     errors = {name: 0.005 * ones for name in ("coupling", "stable_rank", "gn_gap")} | {"resonance": 0.005 * resonance}
-    found = Measurement(NODES, resonance, coupling, 2 * ones, 0.1 * ones, errors, ones, ones, 1.0, 1, 0.0)
-    return Snapshot(step=step, epoch=step, measurement=found)
+    measurement = Measurement(NODES, resonance, coupling, 2 * ones, 0.1 * ones, errors, ones, ones, 1.0, 1, 0.0)
+    return Snapshot(step=step, epoch=step, measurement=measurement)
 
 
 def run(seed: int, points: int, **event: object) -> list[tuple[int, object]]:
-    rng, alarms, past, found = random.Random(seed), Alarms(), [], []
+    rng, manager, past, raised = random.Random(seed), AlertManager(), [], []
     for i in range(points):
         now = snapshot(i, rng, **(event if i >= 15 else {}))  # type: ignore[arg-type]
-        found += [(i, alert) for alert in alarms.update(now, past) if alert.level != "info"]
+        raised += [(i, alert) for alert in manager.update(now, past) if alert.level != "info"]
         past.append(now)
-    return found
+    return raised
 
 
-def test_quiet_runs_are_silent() -> None:
+def test_quiet_runs_raise_nothing() -> None:
     assert sum(len(run(seed, 40)) for seed in range(20)) == 0
 
 
@@ -73,71 +76,109 @@ def test_pairs_across_a_cut_are_one_alert() -> None:
         assert alert.before > 0.6 > alert.after  # type: ignore[attr-defined]
 
 
-def test_the_alarms_go_through_a_checkpoint() -> None:
-    """Stopped at every point: the rest of the run tells the same."""
+def test_a_manager_survives_a_checkpoint() -> None:
+    """Wherever a run is interrupted, the rest of it raises the same."""
     whole = [i for i, _ in run(3, 30, factors={"b": 3.0})]
     for stop in (5, 14, 15, 16, 20):
-        rng, alarms, past, found = random.Random(3), Alarms(), [], []
+        rng, manager, past, raised = random.Random(3), AlertManager(), [], []
         for i in range(30):
             if i == stop:
-                state = alarms.state_dict()
-                alarms = Alarms()
-                alarms.load_state_dict(state)
+                state = manager.state_dict()
+                manager = AlertManager()
+                manager.load_state_dict(state)
             now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
-            found += [i for alert in alarms.update(now, past) if alert.level != "info"]
+            raised += [i for alert in manager.update(now, past) if alert.level != "info"]
             past.append(now)
-        assert found == whole
+        assert raised == whole
 
 
 def test_causes_are_named() -> None:
-    rng, alarms, past, messages = random.Random(0), Alarms(), [], []
+    rng, manager, past, messages = random.Random(0), AlertManager(), [], []
     for i in range(20):
         now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
-        rate = {"learning rate": 0.1 if i < 15 else 2.0, "size of a.weight": 1.0 + 0.001 * i}
-        messages += [alert.message for alert in alarms.update(now, past, Circumstances(rate))]
+        rate = {"learning rate": 0.1 if i < 15 else 2.0, "norm of a.weight": 1.0 + 0.001 * i}
+        messages += [alert.message for alert in manager.update(now, past, Context(rate))]
         past.append(now)
     (message,) = messages
-    assert "learning rate x 20" in message and "check the learning rate" in message and "size of" not in message
+    assert "learning rate x 20" in message and "check the learning rate" in message and "norm of" not in message
 
 
-def test_other_nodes_start_anew() -> None:
-    rng, alarms = random.Random(0), Alarms()
+def test_features_of_other_nodes_restart() -> None:
+    rng, manager = random.Random(0), AlertManager()
     for i in range(40):
         now = snapshot(i, rng, dict.fromkeys(NODES, 50.0 if i >= 20 else 1.0))
         assert now.measurement is not None
         names = tuple(f"{name}{i >= 20}" for name in NODES)
-        alerts = alarms.update(replace(now, measurement=replace(now.measurement, nodes=names)))
+        alerts = manager.update(replace(now, measurement=replace(now.measurement, nodes=names)))
         assert not [alert for alert in alerts if alert.level != "info"]
 
 
-def test_what_was_not_measured_before_is_what_was_expected() -> None:
+def test_a_missing_value_before_is_replaced_by_the_forecast() -> None:
     """The snapshot before has other nodes, so no value for the pair: the direction is right all the same."""
-    rng, alarms, found = random.Random(1), Alarms(), []
+    rng, manager, raised = random.Random(1), AlertManager(), []
     for i in range(20):
         now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
-        found += [alert for alert in alarms.update(now, [Snapshot(step=i, epoch=i)]) if alert.level != "info"]
-    (alert,) = found
+        raised += [alert for alert in manager.update(now, [Snapshot(step=i, epoch=i)]) if alert.level != "info"]
+    (alert,) = raised
     assert 0 < alert.before < alert.after and " rose from " in alert.message
 
 
 def test_sensitivity_is_a_factor() -> None:
-    def told(sensitivity: float) -> int:
-        rng, alarms, found = random.Random(2), Alarms(AlertRules(sensitivity=sensitivity)), 0
+    def count(sensitivity: float) -> int:
+        rng, manager, raised = random.Random(2), AlertManager(AlertRules(sensitivity=sensitivity)), 0
         for i in range(20):
-            alerts = alarms.update(snapshot(i, rng, {"b": 1.4} if i >= 15 else None))
-            found += sum(alert.level != "info" for alert in alerts)
-        return found
+            alerts = manager.update(snapshot(i, rng, {"b": 1.4} if i >= 15 else None))
+            raised += sum(alert.level != "info" for alert in alerts)
+        return raised
 
-    assert told(0.4) == 0 and told(2.0) == 1
+    assert count(0.4) == 0 and count(2.0) == 1
 
 
-def test_nothing_is_told_after_a_gap() -> None:
-    """Measurements were left out before the level rose: it may have done so little by little."""
-    for skipped, told in ((0, 1), (7, 0)):
-        rng, alarms, past, found = random.Random(0), Alarms(), [], 0
+def test_nothing_is_raised_after_a_gap() -> None:
+    """Measurements were skipped before the level rose: it may have risen gradually."""
+    for skipped, expected in ((0, 1), (7, 0)):
+        rng, manager, past, raised = random.Random(0), AlertManager(), [], 0
         for i in range(20):
             now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
             now = replace(now, skipped=skipped if i >= 15 else 0)
-            found += sum(alert.level != "info" for alert in alarms.update(now, past))
+            raised += sum(alert.level != "info" for alert in manager.update(now, past))
             past.append(now)
-        assert found == told
+        assert raised == expected
+
+
+def test_the_manager_keeps_what_it_raised() -> None:
+    rng, manager, raised = random.Random(3), AlertManager(), []
+    for i in range(20):
+        raised += manager.update(snapshot(i, rng, {"b": 3.0} if i >= 15 else None))
+    raised += manager.diverged("the loss is nan", 20, 20)
+    notice = replace(raised[0], level="info")
+    manager.record([notice])
+    assert manager.alerts == raised and [alert.kind for alert in raised] == ["jump", "not_finite"]
+    assert manager.notices == [notice] and manager.raised == [*raised, notice]
+    resumed = AlertManager()
+    resumed.load_state_dict(manager.state_dict())
+    assert resumed.raised == manager.raised
+    assert resumed.diverged("the loss is nan", 21, 21) == []  # already reported
+
+
+@pytest.mark.parametrize("part", ["raised", "detector", "rules", "context"])
+def test_a_state_is_loaded_completely_or_not_at_all(part: str) -> None:
+    rng, manager, fresh = random.Random(3), AlertManager(), AlertManager()
+    for i in range(18):
+        manager.update(snapshot(i, rng, {"b": 3.0} if i >= 15 else None))
+    state: dict[str, Any] = {**manager.state_dict(), part: [3]}
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises(Exception):  # noqa: B017 - whatever an unreadable state raises
+        fresh.load_state_dict(state)
+    assert fresh.state_dict() == before
+
+
+def test_a_disabled_manager_raises_nothing_and_keeps_what_a_checkpoint_holds() -> None:
+    rng, manager, disabled = random.Random(3), AlertManager(), AlertManager(False)
+    for i in range(18):
+        manager.update(snapshot(i, rng, {"b": 3.0} if i >= 15 else None))
+    disabled.load_state_dict(manager.state_dict())
+    assert disabled.alerts == manager.alerts != []
+    assert disabled.diverged("the loss is nan", 18, 18) == disabled.update(snapshot(18, rng)) == []
+    # what the detector had seen is out of date by the time alerts are enabled again
+    assert list(disabled.state_dict()) == ["raised"]

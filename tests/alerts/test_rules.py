@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from curvmon import Alert, AlertRules, Measurement, Spectrum
-from curvmon.alerts.rules import RuleBook
+from curvmon.alerts.rules import RuleChecker
 from curvmon.records import Snapshot
 
 NODES = ("a", "b", "c")
@@ -31,9 +31,9 @@ def spectrum(ratio: float = 0.5, smallest: float = -0.1, loss: float = 1.0) -> S
     )  # fmt: skip
 
 
-def told(rules: AlertRules, *snapshots: Snapshot) -> list[list[str]]:
-    book = RuleBook(rules)
-    return [[alert.kind for alert in book.update(snapshot)] for snapshot in snapshots]
+def kinds_raised(rules: AlertRules, *snapshots: Snapshot) -> list[list[str]]:
+    checker = RuleChecker(rules)
+    return [[alert.kind for alert in checker.update(snapshot)] for snapshot in snapshots]
 
 
 def at(step: int, **parts: Any) -> Snapshot:
@@ -51,89 +51,89 @@ FINE: dict[str, Any] = dict(measurement=measurement(), spectrum=spectrum())
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_a_rule_speaks_once_when_its_condition_has_lasted(rule: str) -> None:
+def test_a_rule_raises_one_alert_when_its_condition_has_lasted(rule: str) -> None:
     rules = AlertRules(gn_gap_above=2.0)
-    found = told(rules, *(at(i, **BROKEN[rule]) for i in range(8)))
+    raised = kinds_raised(rules, *(at(i, **BROKEN[rule]) for i in range(8)))
     # whether the loss stalls is known after three more measurements
-    assert [i for i, kinds in enumerate(found) if rule in kinds] == [5 if rule == "saddle" else 2]
+    assert [i for i, kinds in enumerate(raised) if rule in kinds] == [5 if rule == "saddle" else 2]
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_a_rule_that_is_off_is_silent(rule: str) -> None:
+def test_a_rule_that_is_off_raises_nothing(rule: str) -> None:
     rules = AlertRules(**{"gn_gap_above": 2.0, rule: None})  # type: ignore[arg-type]
-    assert not any(rule in kinds for kinds in told(rules, *(at(i, **BROKEN[rule]) for i in range(8))))
+    assert not any(rule in kinds for kinds in kinds_raised(rules, *(at(i, **BROKEN[rule]) for i in range(8))))
 
 
-def test_nothing_is_told_of_a_run_without_trouble() -> None:
-    assert not any(told(AlertRules(gn_gap_above=2.0), *(at(i, **FINE) for i in range(10))))
+def test_a_healthy_run_raises_nothing() -> None:
+    assert not any(kinds_raised(AlertRules(gn_gap_above=2.0), *(at(i, **FINE) for i in range(10))))
 
 
-def test_a_rule_speaks_again_only_after_a_rest() -> None:
+def test_a_rule_raises_again_only_after_its_condition_has_ceased() -> None:
     broken, fine = BROKEN["far_beyond_stability"], FINE
     pattern = [broken] * 4 + [fine] * 2 + [broken] * 4 + [fine] * 3 + [broken] * 4
-    found = told(AlertRules(), *(at(i, **parts) for i, parts in enumerate(pattern)))
-    assert [i for i, kinds in enumerate(found) if "far_beyond_stability" in kinds] == [2, 15]
+    raised = kinds_raised(AlertRules(), *(at(i, **parts) for i, parts in enumerate(pattern)))
+    assert [i for i, kinds in enumerate(raised) if "far_beyond_stability" in kinds] == [2, 15]
 
 
-def test_a_coupling_within_its_error_is_fine() -> None:
-    assert not any(told(AlertRules(), *(at(i, measurement=measurement(1.03, error=0.02)) for i in range(5))))
+def test_a_coupling_within_its_error_raises_nothing() -> None:
+    assert not any(kinds_raised(AlertRules(), *(at(i, measurement=measurement(1.03, error=0.02)) for i in range(5))))
 
 
 def test_a_saddle_needs_a_loss_that_stalls() -> None:
     falling = [at(i, spectrum=spectrum(smallest=-0.8, loss=0.9**i)) for i in range(8)]
-    assert not any("saddle" in kinds for kinds in told(AlertRules(), *falling))
+    assert not any("saddle" in kinds for kinds in kinds_raised(AlertRules(), *falling))
 
 
-def test_rank_collapse_needs_a_rank_that_there_was() -> None:
+def test_rank_collapse_needs_a_larger_rank_before() -> None:
     ones = [at(i, measurement=measurement(rank=1.001)) for i in range(6)]
-    assert not any(told(AlertRules(), *ones))
-    found = told(AlertRules(), at(0, measurement=measurement(rank=5.0)), *ones)
-    assert [i for i, kinds in enumerate(found) if kinds == ["rank_collapse"]] == [3]
+    assert not any(kinds_raised(AlertRules(), *ones))
+    raised = kinds_raised(AlertRules(), at(0, measurement=measurement(rank=5.0)), *ones)
+    assert [i for i, kinds in enumerate(raised) if kinds == ["rank_collapse"]] == [3]
 
 
-def test_values_that_are_not_finite_are_told_once_until_they_are_finite_again() -> None:
-    book = RuleBook(AlertRules())
-    first = book.diverged("the loss is nan", 10, 1)
+def test_values_that_are_not_finite_are_reported_once_until_they_are_finite_again() -> None:
+    checker = RuleChecker(AlertRules())
+    first = checker.diverged("the loss is nan", 10, 1)
     assert [alert.level for alert in first] == ["error"] and "the loss is nan" in first[0].message
-    assert book.diverged("the loss is nan", 20, 2) == []
-    book.update(at(30, **FINE))
-    assert len(book.diverged("the loss is nan", 40, 4)) == 1
-    assert RuleBook(AlertRules(not_finite=False)).diverged("the loss is nan", 10, 1) == []
+    assert checker.diverged("the loss is nan", 20, 2) == []
+    checker.update(at(30, **FINE))
+    assert len(checker.diverged("the loss is nan", 40, 4)) == 1
+    assert RuleChecker(AlertRules(not_finite=False)).diverged("the loss is nan", 10, 1) == []
 
 
-def test_levels_tell_information_from_warnings() -> None:
-    book = RuleBook(AlertRules())
-    found: list[Alert] = [a for i in range(4) for a in book.update(at(i, spectrum=spectrum(ratio=30.0)))]
-    assert {alert.kind: alert.level for alert in found} == {
+def test_notices_have_level_info() -> None:
+    checker = RuleChecker(AlertRules())
+    raised: list[Alert] = [a for i in range(4) for a in checker.update(at(i, spectrum=spectrum(ratio=30.0)))]
+    assert {alert.kind: alert.level for alert in raised} == {
         "edge_of_stability": "info",
         "far_beyond_stability": "warning",
     }
-    assert all(math.isfinite(alert.score) for alert in found)
+    assert all(math.isfinite(alert.score) for alert in raised)
 
 
-def test_the_book_goes_through_a_checkpoint() -> None:
+def test_the_checker_survives_a_checkpoint() -> None:
     broken = [at(i, **BROKEN["far_beyond_stability"]) for i in range(6)]
-    whole = RuleBook(AlertRules())
-    first = RuleBook(AlertRules())
+    whole = RuleChecker(AlertRules())
+    first = RuleChecker(AlertRules())
     for snapshot in broken[:2]:
         whole.update(snapshot), first.update(snapshot)
-    second = RuleBook(AlertRules())
+    second = RuleChecker(AlertRules())
     second.load_state_dict(first.state_dict())
     for snapshot in broken[2:]:
         assert [a.kind for a in second.update(snapshot)] == [a.kind for a in whole.update(snapshot)]
 
 
-def test_a_missing_number_is_no_end_of_a_condition() -> None:
+def test_a_missing_value_does_not_end_a_condition() -> None:
     far = BROKEN["far_beyond_stability"]
     unknown: dict[str, Any] = dict(measurement=measurement())
-    sparse = told(AlertRules(), *(at(i, **(unknown if i % 3 == 2 else far)) for i in range(9)))
+    sparse = kinds_raised(AlertRules(), *(at(i, **(unknown if i % 3 == 2 else far)) for i in range(9)))
     assert [i for i, kinds in enumerate(sparse) if "far_beyond_stability" in kinds] == [3]
-    lost = told(AlertRules(), *(at(i, **(unknown if 4 <= i <= 6 else far)) for i in range(12)))
+    lost = kinds_raised(AlertRules(), *(at(i, **(unknown if 4 <= i <= 6 else far)) for i in range(12)))
     assert [i for i, kinds in enumerate(lost) if "far_beyond_stability" in kinds] == [2]
 
 
-def test_a_gap_whose_error_is_unknown_is_none() -> None:
-    found = told(
+def test_a_gap_with_infinite_error_raises_nothing() -> None:
+    raised = kinds_raised(
         AlertRules(gn_gap_above=0.5), *(at(i, measurement=measurement(gap=0.9, error=math.inf)) for i in range(4))
     )
-    assert not any("gn_gap_above" in kinds for kinds in found)
+    assert not any("gn_gap_above" in kinds for kinds in raised)

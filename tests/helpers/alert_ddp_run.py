@@ -16,7 +16,7 @@ from tests.helpers.ddp_run import Lit, samples
 EPOCHS, AT = 12, 9
 
 
-class Swell(pl.Callback):
+class ScaleWeights(pl.Callback):
     """All weights of one layer grow fivefold."""
 
     @torch.no_grad()
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
         devices=2,
         strategy="ddp",
         logger=TensorBoardLogger(folder, name="", version="tb"),
-        callbacks=[monitor, Swell()],
+        callbacks=[monitor, ScaleWeights()],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,4 +1,4 @@
-"""A training run in a Trainer that an event of `benchmarks/alert_runs.py` strikes."""
+"""A training run in a Trainer, disturbed by an event of `benchmarks/alert_runs.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RATE = 0.004
 
 
 class Data(Dataset):  # type: ignore[type-arg]
-    """What an event can change: it is handed to `strike` in the place of a run."""
+    """What an event can change: it is passed to `Event.apply` in the place of a run."""
 
     def __init__(self, seed: int, model: Network) -> None:
         x, y = digits(seed)
@@ -63,7 +63,7 @@ class Lit(pl.LightningModule):
         return DataLoader(self.data.probe, PROBE)
 
 
-class Strike(pl.Callback):
+class ApplyEvent(pl.Callback):
     """The event, in the epoch `at`."""
 
     def __init__(self, event: Event, at: int) -> None:
@@ -72,12 +72,12 @@ class Strike(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         moment = {"start": 0, "middle": trainer.num_training_batches // 2}.get(self._event.when)
         if trainer.current_epoch == self._at and batch_idx == moment:
-            self._event.strike(module.data)
+            self._event.apply(module.data)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         last = batch_idx == trainer.num_training_batches - 1
         if trainer.current_epoch == self._at and last and self._event.when == "end":
-            self._event.strike(module.data)
+            self._event.apply(module.data)
 
 
 def fit(
@@ -92,14 +92,14 @@ def fit(
     monitor = CurvatureMonitor(
         nodes=[f"model.{node}" for node in NODES], eigenvalues=1, max_overhead=None, **{"heatmaps": False, **settings}
     )
-    strikes = [] if event is None else [Strike(EVENTS[event], at)]
+    events = [] if event is None else [ApplyEvent(EVENTS[event], at)]
     trainer = pl.Trainer(
         default_root_dir=folder,
         max_epochs=epochs,
         accelerator="cpu",
         devices=1,
         logger=logger,
-        callbacks=[monitor, *strikes],
+        callbacks=[monitor, *events],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

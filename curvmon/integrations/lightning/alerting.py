@@ -1,97 +1,94 @@
-"""The alerts of a run: what raises them, what was told so far, and how it is told."""
+"""Alerts in a Trainer: gathers the context, lets rank 0 decide for all ranks, and delivers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from curvmon.alerts.context import Circumstances, circumstances
-from curvmon.alerts.manager import Alarms
+from curvmon.alerts.context import Context, context_values
+from curvmon.alerts.manager import AlertManager
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import warn
-from curvmon.integrations.lightning.training_signals import Pace
+from curvmon.integrations.lightning.training_signals import TrainingSignals
 from curvmon.monitor.process_group import Ranks
 from curvmon.records import Alert, Snapshot
-from curvmon.reporting.alert_delivery import act, deliver
+from curvmon.reporting import alert_delivery
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 
 class Alerting:
-    """Every process comes to the same alerts; the first one delivers them."""
+    """An `AlertManager` on every rank: rank 0 decides, all of them record the same alerts."""
 
     def __init__(
-        self, rules: bool | AlertRules, on_alert: Callable[[Alert], Any] | str | None, log_key_prefix: str
+        self, alerts: bool | AlertRules, on_alert: Callable[[Alert], Any] | str | None, log_key_prefix: str
     ) -> None:
-        self._rules = rules if isinstance(rules, AlertRules) else None
-        self._alarms = Alarms(self._rules) if rules else None
+        self._manager = AlertManager(alerts)
         self._on_alert = on_alert
         self._key = f"{log_key_prefix}curvmon/alert"
-        self._pace = Pace()
-        self.told: list[Alert] = []
-        """notices included"""
+        self._signals = TrainingSignals()
 
     @property
     def alerts(self) -> list[Alert]:
-        return [alert for alert in self.told if alert.level != "info"]
+        return self._manager.alerts
 
     @property
     def notices(self) -> list[Alert]:
-        return [alert for alert in self.told if alert.level == "info"]
+        return self._manager.notices
 
-    def see(self, trainer: Any, module: Any, outputs: Any) -> None:
-        """A training step as it passes, on the process that decides."""
-        if self._alarms is not None and trainer.is_global_zero:
+    def observe_step(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any) -> None:
+        """After a training step: its learning rate and its loss."""
+        if self._manager.enabled and trainer.is_global_zero:
             accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            self._pace.see(outputs, trainer.optimizers, accumulated)
+            self._signals.observe(outputs, trainer.optimizers, accumulated)
 
-    def look(
-        self, trainer: Any, module: Any, snapshot: Snapshot, past: Sequence[Snapshot], ranks: Ranks
+    def update(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        snapshot: Snapshot,
+        past: Sequence[Snapshot],
+        ranks: Ranks,
     ) -> list[Alert]:
-        """What a new snapshot gives rise to."""
+        """The alerts that a new snapshot raises, on every rank."""
 
-        def found(alarms: Alarms) -> list[Alert]:
-            values = circumstances(module, *self._pace.take(trainer.optimizers))
+        def decide() -> list[Alert]:
+            values = context_values(module, *self._signals.collect(trainer.optimizers))
             operations = {} if snapshot.measurement is None else snapshot.measurement.operations
-            return alarms.update(snapshot, past, Circumstances(values, operations))
+            return self._manager.update(snapshot, past, Context(values, operations))
 
-        return self._decided(found, ranks)
+        return self._broadcast(decide, ranks)
 
     def diverged(self, reason: str | None, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
-        """What a measurement gives rise to that found nothing finite."""
-        return self._decided(lambda alarms: alarms.diverged(reason or "", step, epoch), ranks)
+        """The alerts that a measurement raises which was not finite, on every rank."""
+        return self._broadcast(lambda: self._manager.diverged(reason or "", step, epoch), ranks)
 
-    def _decided(self, find: Callable[[Alarms], list[Alert]], ranks: Ranks) -> list[Alert]:
-        """By the first process, for all: losses and running statistics differ, and rounding may decide."""
-        if self._alarms is None:
+    def _broadcast(self, decide: Callable[[], list[Alert]], ranks: Ranks) -> list[Alert]:
+        """Rank 0 decides: losses and running statistics differ between ranks, and rounding can tip a decision."""
+        if not self._manager.enabled:
             return []
-        fresh: list[Alert] = []
+        alerts: list[Alert] = []
         if ranks.rank == 0:
             try:
-                fresh = find(self._alarms)
+                alerts = decide()
             except Exception as error:
                 warn(f"alerts failed at this measurement ({type(error).__name__}: {error}); training goes on")
-        fresh = ranks.broadcast(fresh)
-        self.told += fresh
-        return fresh
+        alerts = ranks.broadcast(alerts)
+        return alerts if ranks.rank == 0 else self._manager.record(alerts)
 
-    def tell(self, trainer: Any, fresh: Sequence[Alert]) -> None:
+    def deliver(self, trainer: pl.Trainer, alerts: Sequence[Alert]) -> None:
         if trainer.is_global_zero:
-            for alert in fresh:
-                deliver(trainer, alert, self._key)
-        serious = [alert for alert in fresh if alert.level != "info"]
+            for alert in alerts:
+                alert_delivery.deliver(trainer, alert, self._key)
+        serious = [alert for alert in alerts if alert.level != "info"]
         # a checkpoint is written once, whatever the number of alerts
         for alert in serious[:1] if isinstance(self._on_alert, str) else serious:
-            act(trainer, alert, self._on_alert)
+            alert_delivery.act(trainer, alert, self._on_alert)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "alarms": None if self._alarms is None else self._alarms.state_dict(),
-            "told": [alert.to_dict() for alert in self.told],
-        }
+        return {"alerts": self._manager.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """All of it or nothing; a state from before there were alerts has none of it."""
-        alarms = None if self._alarms is None else Alarms(self._rules)
-        if alarms is not None and state.get("alarms") is not None:
-            alarms.load_state_dict(state["alarms"])
-        told = [Alert.from_dict(alert) for alert in state.get("told", ())]
-        self._alarms, self.told = alarms, told
+        """All or nothing; a checkpoint without alerts has none of it."""
+        self._manager.load_state_dict(state.get("alerts", {}))

@@ -256,7 +256,7 @@ class CurvatureMonitor(CallbackBase):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._active:
-            self._recorder.alerting.see(trainer, pl_module, outputs)
+            self._recorder.alerting.observe_step(trainer, pl_module, outputs)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=batches_that_stepped(trainer))

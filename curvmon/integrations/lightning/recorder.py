@@ -92,13 +92,13 @@ class Recorder:
                 skipped=skipped,
             )
             self._compare_nodes(snapshot)
-            fresh = self.alerting.look(trainer, pl_module, snapshot, list(self.history), ranks)
+            fresh = self.alerting.update(trainer, pl_module, snapshot, list(self.history), ranks)
             if outcome.kind == "diverged" and (last is None or last.spectrum is not None):
                 # the Hessian w.r.t. the parameters is not finite, although that between layers still is
                 fresh += self.alerting.diverged(outcome.error, step, snapshot.epoch, ranks)
             self.history.append(replace(snapshot, alerts=len(self.alerting.alerts)))
             self.report.write(trainer, list(self.history), self.alerting.alerts, fresh)
-            self.alerting.tell(trainer, fresh)
+            self.alerting.deliver(trainer, fresh)
         return True
 
     def _target(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Target:
@@ -136,7 +136,7 @@ class Recorder:
             fresh = self.alerting.diverged(outcome.error, step, trainer.current_epoch, ranks)
             if fresh:
                 self.report.count(trainer, self.alerting.alerts, step)
-            self.alerting.tell(trainer, fresh)
+            self.alerting.deliver(trainer, fresh)
         retry_later = RESPONSES[outcome.kind].retry_later
         if retry_later:
             self.warn(

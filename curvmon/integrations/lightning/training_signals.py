@@ -1,4 +1,4 @@
-"""Learning rate and training loss between two measurements, from what Lightning hands to callbacks anyway."""
+"""Learning rate and training loss between two measurements, from what Lightning passes to callbacks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 
-class Pace:
-    """The mean loss adds up on the device: no batch waits for a number to arrive on the host.
+class TrainingSignals:
+    """Mean loss and largest learning rate since they were last collected.
 
-    The learning rate is the largest: what was too large for an epoch may be back in its place when it is measured.
+    The loss is summed on its device, so that no step waits for a transfer. The largest learning rate: one that was too
+    large for part of an epoch may be small again when the epoch ends.
     """
 
     def __init__(self) -> None:
@@ -22,8 +23,8 @@ class Pace:
         self._rate = -math.inf
 
     @torch.no_grad()
-    def see(self, outputs: Any, optimizers: Iterable[Any], accumulated: int = 1) -> None:
-        """What `training_step` returned, as `on_train_batch_end` gets it; a step without a loss in it has none.
+    def observe(self, outputs: Any, optimizers: Iterable[Any], accumulated: int = 1) -> None:
+        """`outputs` of `training_step` as `on_train_batch_end` receives them; steps without a loss are skipped.
 
         Lightning divides the loss by the number of batches whose gradients are accumulated.
         """
@@ -35,8 +36,8 @@ class Pace:
         self._sum = value if self._sum is None else self._sum.to(value.device) + value
         self._count += 1
 
-    def take(self, optimizers: Iterable[Any]) -> tuple[float, float]:
-        """Rate and mean loss since they were last taken; not finite where there was none."""
+    def collect(self, optimizers: Iterable[Any]) -> tuple[float, float]:
+        """(learning rate, mean loss), then starts again; not finite where there was none."""
         mean = math.nan if self._sum is None else self._sum.item() / self._count
         rate = max(self._rate, _largest_rate(optimizers, on_host=False))
         self._sum, self._count, self._rate = None, 0, -math.inf
@@ -44,9 +45,9 @@ class Pace:
 
 
 def _largest_rate(optimizers: Iterable[Any], on_host: bool) -> float:
-    """-inf if there is none; `on_host`: not those that are tensors on a device, which would have to be waited for."""
+    """-inf if there is none; `on_host`: without those that are tensors on a device, which would need a transfer."""
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    # an optimizer of the user's own may keep anything there
+    # a custom optimizer may keep anything there
     numbers = [r for r in rates if isinstance(r, (int, float)) or (isinstance(r, Tensor) and r.numel() == 1)]
-    there = [float(r) for r in numbers if not (on_host and isinstance(r, Tensor) and not r.is_cpu)]
-    return max(there, default=-math.inf)
+    readable = [float(r) for r in numbers if not (on_host and isinstance(r, Tensor) and not r.is_cpu)]
+    return max(readable, default=-math.inf)

@@ -16,7 +16,7 @@ from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 
 from benchmarks.alert_runs import EVENTS
 from curvmon import Alert, AlertRules, CurvatureMonitor, InputError
-from curvmon.alerts.manager import Alarms
+from curvmon.alerts.manager import AlertManager
 from curvmon.reporting.figures import heatmap, spectrum_over_time
 from tests.helpers.disturbed_runs import fit
 from tests.helpers.logger_readers import TensorBoard, Wandb
@@ -37,13 +37,13 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CurvatureMoni
 
 
 @pytest.fixture(scope="module")
-def struck(quiet: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CurvatureMonitor]:
-    """The monitor of the run that an event strikes after the quiet epochs; every run is made once."""
+def disturbed(quiet: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CurvatureMonitor]:
+    """The monitor of the run disturbed by an event after the quiet epochs; every run is made once."""
     made: dict[str, CurvatureMonitor] = {}
 
     def run(event: str) -> CurvatureMonitor:
         if event not in made:
-            folder = tmp_path_factory.mktemp("struck")
+            folder = tmp_path_factory.mktemp("disturbed")
             made[event], _ = fit(folder, QUIET + AFTER, event, QUIET, checkpoint=quiet[0])
         return made[event]
 
@@ -57,8 +57,8 @@ def test_a_quiet_run_raises_none(quiet: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:curvmon. not measured")
 @pytest.mark.parametrize("event", EVENTS)
-def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, struck: Any, quiet: Any) -> None:
-    monitor = struck(event)
+def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, disturbed: Any, quiet: Any) -> None:
+    monitor = disturbed(event)
     (alert,) = monitor.alerts
     steps = [snapshot.step for snapshot in monitor.snapshots]
     per_epoch = steps[2] - steps[1]
@@ -77,20 +77,20 @@ def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, stru
         assert f"model.{place}" in alert.message
 
 
-def test_a_learning_rate_is_named_as_the_cause(struck: Any) -> None:
-    (alert,) = struck("learning rate x 20").alerts
+def test_a_learning_rate_is_named_as_the_cause(disturbed: Any) -> None:
+    (alert,) = disturbed("learning rate x 20").alerts
     assert "learning rate x 20" in alert.message
 
 
-def test_what_the_network_no_longer_computes_is_named(struck: Any) -> None:
-    (cut,), (exchanged,) = (struck(event).alerts for event in ("skip connection cut", "activation exchanged"))
-    assert "operations of model.blocks.2: 1 Add less" in cut.message
-    assert "operations of model.blocks.1: 2 Relu less, 2 Tanh more" in exchanged.message
+def test_changed_operations_are_named(disturbed: Any) -> None:
+    (cut,), (exchanged,) = (disturbed(event).alerts for event in ("skip connection cut", "activation exchanged"))
+    assert "operations of model.blocks.2: 1 fewer Add" in cut.message
+    assert "operations of model.blocks.1: 2 fewer Relu, 2 more Tanh" in exchanged.message
 
 
-def test_the_tensor_that_shrank_is_named(struck: Any) -> None:
-    (alert,) = struck("half of a layer's weights zeroed").alerts
-    assert "size of model.blocks.1.conv1.weight x 0." in alert.message
+def test_the_tensor_that_shrank_is_named(disturbed: Any) -> None:
+    (alert,) = disturbed("half of a layer's weights zeroed").alerts
+    assert "norm of model.blocks.1.conv1.weight x 0." in alert.message
 
 
 @pytest.fixture(scope="module")
@@ -187,23 +187,23 @@ def test_alerts_can_be_switched_off(quiet: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"alerts": "yes"}, {"on_alert": "sing"}, {"on_alert": 3}])
-def test_wrong_settings_are_told_at_once(settings: dict[str, Any]) -> None:
+def test_invalid_settings_raise_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(settings))):
         CurvatureMonitor(**settings)
 
 
 @pytest.mark.filterwarnings("ignore:curvmon. not measured")
 def test_rules_are_an_argument(quiet: Any, tmp_path: Path) -> None:
-    for rules, told in ((AlertRules(not_finite=False), 0), (AlertRules(changes=False), 1)):
+    for rules, count in ((AlertRules(not_finite=False), 0), (AlertRules(changes=False), 1)):
         monitor, _ = fit(tmp_path, QUIET + 1, "NaN in a weight", QUIET, checkpoint=quiet[0], alerts=rules)
-        assert len(monitor.alerts) == told
+        assert len(monitor.alerts) == count
 
 
 @pytest.mark.parametrize(
     "rules",
     [{"lasting": 3.0}, {"lasting": 0}, {"coupling_above": "1"}, {"saddle": True}, {"changes": 1}, {"sensitivity": 0}],
 )
-def test_wrong_rules_are_told_at_once(rules: dict[str, Any]) -> None:
+def test_invalid_rules_raise_at_once(rules: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(rules))):
         AlertRules(**rules)
 
@@ -212,7 +212,7 @@ def test_alerts_that_fail_are_a_warning(quiet: Any, tmp_path: Path, monkeypatch:
     def broken(*args: Any) -> Any:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(Alarms, "update", broken)
+    monkeypatch.setattr(AlertManager, "update", broken)
     with pytest.warns(UserWarning, match="alerts failed at this measurement .RuntimeError: out of order"):
         monitor, trainer = fit(tmp_path, QUIET + 1, checkpoint=quiet[0])
     assert trainer.current_epoch == QUIET + 1 and len(monitor.history) == QUIET + 2

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import curvmon
 from curvmon import AlertRules, CurvatureMonitor
-from curvmon.alerts.context import circumstances
+from curvmon.alerts.context import context_values
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.integrations.lightning import training_step
 from curvmon.monitor import attempt
@@ -184,15 +184,15 @@ def test_autocast_is_as_before_afterwards() -> None:
 # ---- what follows a measurement fails ----
 
 
-def test_tensors_that_have_no_norm_are_left_out_of_circumstances() -> None:
+def test_tensors_without_a_norm_are_not_in_the_context() -> None:
     model = nn.Linear(8, 8)
     model.register_buffer("eight", torch.ones(16).to(torch.float8_e4m3fn))
     model.register_buffer("nowhere", torch.ones(16, device="meta"))
     model.register_buffer("sparse", torch.eye(16).to_sparse())
     model.register_buffer("narrow", torch.ones(16, dtype=torch.bfloat16))
     model.register_parameter("lazy", nn.UninitializedParameter())
-    found = circumstances(model)
-    assert set(found) == {"size of weight", "size of bias", "statistics in narrow"}
+    found = context_values(model)
+    assert set(found) == {"norm of weight", "norm of bias", "statistics in narrow"}
     assert found["statistics in narrow"] == 4.0
 
 
@@ -259,7 +259,7 @@ def test_a_state_from_before_there_were_alerts_goes_on(tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=1, save=tmp_path / "a.ckpt")
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     state = checkpoint["callbacks"]["CurvatureMonitor"]
-    del state["alarms"], state["told"]
+    del state["alerts"]
     for entry in state["history"]:
         del entry["alerts"]
     torch.save(checkpoint, tmp_path / "b.ckpt")
@@ -270,7 +270,12 @@ def test_a_state_from_before_there_were_alerts_goes_on(tmp_path: Path) -> None:
 
 def test_a_state_that_cannot_be_read_is_one_warning_and_leaves_nothing(tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=2, save=tmp_path / "a.ckpt")
-    for changes in ({"alarms": {"watch": 3}}, {"history": [{"step": 1}]}, {"told": [{}]}, {"budget": None}):
+    for changes in (
+        {"alerts": {"detector": 3}},
+        {"history": [{"step": 1}]},
+        {"alerts": {"raised": [{}]}},
+        {"budget": None},
+    ):
         monitor = CurvatureMonitor()
         (said,) = run(monitor, epochs=3, ckpt=doctored(tmp_path / "a.ckpt", **changes))
         assert "the checkpoint's state of CurvatureMonitor cannot be read" in said
