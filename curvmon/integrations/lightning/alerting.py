@@ -75,7 +75,7 @@ class Alerting:
                 alerts = decide()
             except Exception as error:
                 warn(f"alerts failed at this measurement ({type(error).__name__}: {error}); training goes on")
-        alerts = ranks.agreed(alerts)
+        alerts = ranks.broadcast(alerts)
         return alerts if ranks.rank == 0 else self._manager.record(alerts)
 
     def deliver(self, trainer: pl.Trainer, alerts: Sequence[Alert]) -> None:
