@@ -72,7 +72,7 @@ class TeamOperator:
         self._operator = operator
         self._team = team
         self.templates = operator.templates
-        self.price = operator.price
+        self.hvps_per_column = operator.hvps_per_column
 
     def columns(self, w: int, z: Tensor) -> Products:
         return self.many([(w, z)])[0]

@@ -61,7 +61,7 @@ class PairEstimator:
         self._nodes = [v for v in range(len(names)) if not (known.is_exact and v in known.flat)]
         """those with pairs of which not everything is known"""
         self._n = len(self._nodes)
-        self._price = operator.price
+        self._price = operator.hvps_per_column
         least = known.spent + (2 + FEWEST_PROBES) * self._n * self._price
         if clamp and max_hvps is not None:
             max_hvps = max(max_hvps, least)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError
 from curvmon.numerics import norm_squared
-from curvmon.operators.finite_difference_check import check
+from curvmon.operators.finite_difference_check import check_custom_functions
 from curvmon.operators.session import Loss, open_session
 from curvmon.pairs.pair_metrics import Matrices, Norms, pair_metrics
 from curvmon.records import METRICS, ExactMeasurement
@@ -48,7 +48,7 @@ def exact(
         model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=torch.float64
     ) as session:
         operator, names = session.operator, session.names
-        checked = check(session)
+        checked = check_custom_functions(session)
         sizes = [template.numel() for template in operator.templates]
         needed = 8 * sum(sizes) ** 2 * (1 + operator.has_gauss_newton)
         if needed > MOST_BYTES:

@@ -89,7 +89,7 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
 
 
 def _exact(operator: GraphOperator, layout: Layout) -> Cotangents | None:
-    factor = dense_factor(layout, operator.curved, operator.graph.outputs[0].detach())
+    factor = dense_factor(layout, operator.output_curvature, operator.graph.outputs[0].detach())
     if factor is None:
         return None
     columns = len(factor.columns)
@@ -100,7 +100,7 @@ def _exact(operator: GraphOperator, layout: Layout) -> Cotangents | None:
 def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generator) -> Cotangents | None:
     if layout.samples * FIRST_SKETCHES > MOST_UNITS:
         return None
-    found = sketch(layout, operator.graph.outputs, operator.curved)
+    found = sketch(layout, operator.graph.outputs, operator.output_curvature)
     if found is None:
         return None
     note = f"Gauss-Newton from {{columns}} random backward passes ({found.form})"

@@ -301,7 +301,7 @@ Remainders = Callable[[Sequence[tuple[int, Tensor]]], list[Products]]
 class FactoredOperator:
     """The `BlockOperator` of a network whose GN has an exact factor: a column costs one product, that with T."""
 
-    price = 1
+    hvps_per_column = 1
 
     def __init__(self, templates: Sequence[Tensor], remainders: Remainders, factors: Factors) -> None:
         self.templates = templates

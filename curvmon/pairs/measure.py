@@ -12,7 +12,7 @@ from torch import nn
 
 from curvmon.graph.arguments import check_budget
 from curvmon.graph.autograd import operations
-from curvmon.operators.finite_difference_check import recheck
+from curvmon.operators.finite_difference_check import check_in_double_precision
 from curvmon.operators.session import Loss, open_session
 from curvmon.operators.teams import ALONE, Team
 from curvmon.pairs.estimator import PairEstimator
@@ -98,8 +98,10 @@ def run_measurement(
     """`measure` for a monitor: with `clamp`, too small a `max_hvps` is raised to the least that gives an answer."""
     start = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
-    reopen = functools.partial(open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim)
-    with reopen(dtype=None) as session:
+    open_again = functools.partial(
+        open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim
+    )
+    with open_again(dtype=None) as session:
         # another stream than the model's own noise, which is seeded as well
         generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
         graph = session.operator.graph
@@ -119,7 +121,7 @@ def run_measurement(
     notes = [*session.notes, *known.notes]
     del session, known  # they hold the graph and the factors; another graph may follow
     if functions:
-        notes += recheck(reopen, functions)
+        notes += check_in_double_precision(open_again, functions)
     matrices = estimate.matrices
     return Measurement(
         nodes=names,

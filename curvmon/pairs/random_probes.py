@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from curvmon.numerics import gaussian, precise, small_sample_factor
-from curvmon.operators.node_blocks import BlockOperator, Products, columns_of_all
+from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.pairs.shared_basis import SharedBasis
 
 Part = Literal["hessian", "gauss_newton", "remainder"]
@@ -71,7 +71,8 @@ class RestSamples:
         fresh = [(w, self._fresh_directions(w, min(count, self.room(w)), generator)) for w, count in counts.items()]
         requests = [(w, directions) for w, directions in fresh if directions.shape[1]]
         spent = 0
-        for (w, directions), images in zip(requests, columns_of_all(self._operator, requests)):
+        for w, directions in requests:
+            images = self._operator.columns(w, directions)
             self._keep(w, directions, images)
             spent += images.spent
         return spent

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from curvmon.numerics import norm_squared, precise
-from curvmon.operators.node_blocks import BlockOperator, Products, columns_of_all
+from curvmon.operators.node_blocks import BlockOperator, Products
 
 RITZ_VALUES = 4
 
@@ -119,7 +119,8 @@ class SharedBasis:
         fresh = {w: self._orthonormal(w, columns, most) for w, columns in candidates.items()}
         requests = [(w, directions) for w, directions in fresh.items() if directions.shape[1]]
         spent = dict.fromkeys(candidates, 0)
-        for (w, directions), images in zip(requests, columns_of_all(self._operator, requests)):
+        for w, directions in requests:
+            images = self._operator.columns(w, directions)
             self._add(w, directions, [images])
             spent[w] = images.spent
         return spent

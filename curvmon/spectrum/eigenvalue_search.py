@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvmon.numerics import gaussian, norm, small_sample_factor
+from curvmon.operators.protocol import SymmetricOperator
 from curvmon.records import Density
 from curvmon.spectrum.lanczos import Lanczos, Product
 
@@ -21,20 +22,6 @@ FLOOR = 1e-4
 """of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
 FRESH_STEPS = 8
 """products at least before a second start may say that it finds nothing"""
-
-
-class SymmetricOperator(Protocol):
-    """What a search needs to know of a matrix."""
-
-    size: int
-    products: int
-    """how many have been spent"""
-
-    @property
-    def template(self) -> Tensor:
-        """A vector's dtype and device."""
-
-    def hessian(self, z: Tensor) -> Tensor: ...
 
 
 class Found(NamedTuple):
@@ -101,7 +88,7 @@ class Search:
 
     def ends(self, start: Tensor | None) -> Lanczos:
         """A Krylov space that holds the k largest eigenvalues and the smallest one, as far as the limit allows."""
-        space = Lanczos(self._operator.hessian, self._first(start), capacity=self.capacity)
+        space = Lanczos(self._operator.matvec, self._first(start), capacity=self.capacity)
         while not space.exhausted and space.products < self._limit:
             space.step(self._k + 3, 2)
             ritz = space.ends(self._k, 1)
@@ -135,7 +122,7 @@ class Search:
         while len(found.values) < self._operator.size:
             few = len(found.values) <= self._k
             scale = tolerances(found.values, self._rtol, self._k).min().item()
-            space = Lanczos(self._operator.hessian, self.random(), capacity=EXTRA_VECTORS - 4, locked=found.vectors)
+            space = Lanczos(self._operator.matvec, self.random(), capacity=EXTRA_VECTORS - 4, locked=found.vectors)
             settled = space.exhausted
             while not (space.exhausted or settled) and self._operator.products < self._limit:
                 space.step(3, 2)
@@ -179,7 +166,7 @@ class Search:
         """Gauss quadrature of the spectral measure of random vectors: Ritz values with squared first components."""
         values, weights = [], []
         for _ in range(DENSITY_RUNS):
-            space = Lanczos(self._operator.hessian, self.random(), capacity=DENSITY_STEPS)
+            space = Lanczos(self._operator.matvec, self.random(), capacity=DENSITY_STEPS)
             while not space.exhausted and space.products < DENSITY_STEPS:
                 space.step(1, 1)
             nodes, vectors = torch.linalg.eigh(space.projected)
@@ -202,7 +189,7 @@ class Search:
             for earlier in [*probes, *probes]:
                 probe = probe - earlier.dot(probe) * earlier
             probe = probe / torch.linalg.vector_norm(probe)
-            samples.append(probe.dot(self._operator.hessian(probe)).item())
+            samples.append(probe.dot(self._operator.matvec(probe)).item())
             if dimensions <= FEW_DIMENSIONS:
                 probes.append(probe)
         values = torch.tensor(samples, dtype=torch.float64, device="cpu")

@@ -17,7 +17,8 @@ from torch import Tensor
 from curvmon.errors import InputError
 from curvmon.graph.nodes import clean_name, matches
 from curvmon.numerics import gaussian, precise, small_sample_factor
-from curvmon.operators.hessian import ParameterOperator
+from curvmon.operators.parameter_hessian import ParameterOperator, by_columns
+from curvmon.operators.protocol import SymmetricOperator
 from curvmon.records import GroupSpectrum
 from curvmon.spectrum.eigenvalue_search import Found, Search
 
@@ -75,19 +76,17 @@ def _matching(inside: Mapping[str, list[int]], pattern: str) -> list[str]:
     return found
 
 
-class _Block:
+class _Block(SymmetricOperator):
     """H[v, v] as an operator of its own."""
 
     def __init__(self, operator: ParameterOperator, members: list[int]) -> None:
+        super().__init__(sum(operator.sizes[i] for i in members), operator.template)
         self._operator = operator
         self._members = members
-        self.size = sum(operator.sizes[i] for i in members)
-        self.template = operator.template
-        self.products = 0
 
-    def hessian(self, z: Tensor) -> Tensor:
-        self.products += 1
-        return self._operator.block(self._members, self._members, z)
+    def _columns(self, z: Tensor) -> Tensor:
+        self._count.total += z.shape[1]
+        return by_columns(lambda column: self._operator.block(self._members, self._members, column), z)
 
 
 def group_spectrum(

@@ -26,7 +26,7 @@ PAIRS = [(v, w) for v in range(3) for w in range(v, 3)]
 class Dense:
     """A `BlockOperator` with known blocks."""
 
-    price = 2
+    hvps_per_column = 2
 
     def __init__(self, hessian: Tensor, gauss_newton: Tensor, sizes: tuple[int, ...] = SIZES) -> None:
         ends = list(accumulate(sizes))

@@ -152,12 +152,12 @@ def test_random_cotangents_have_the_curvature_of_the_loss(form: str, loss: Loss,
     ) as session:
         operator = session.operator
         found = losses.sketch(
-            losses.Layout(operator.graph.outputs, SAMPLES, 0), operator.graph.outputs, operator.curved
+            losses.Layout(operator.graph.outputs, SAMPLES, 0), operator.graph.outputs, operator.output_curvature
         )
         assert found is not None and form in found.form
         out = operator.graph.outputs[0]
         units = torch.eye(out.numel(), dtype=torch.float64)[:60]
-        curvature = torch.stack([operator.curved([unit.view_as(out)])[0].flatten() for unit in units])
+        curvature = torch.stack([operator.output_curvature([unit.view_as(out)])[0].flatten() for unit in units])
         generator = torch.Generator().manual_seed(0)
         draws = torch.stack([found.draw(generator)[0].flatten() for _ in range(4000)])
     products = draws[:, :60, None] * draws[:, None, :]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from curvmon.operators import hessian as parameters
+from curvmon.operators import parameter_hessian as parameters
 from curvmon.spectrum.parameter_groups import resolve_groups
 from tests.spectrum.test_spectrum import LOSSES, dense, make, mlp
 
@@ -137,7 +137,7 @@ def test_several_batches_are_one() -> None:
 
 def test_only_one_graph_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is that of one batch: a graph is gone before the next is built."""
-    original = parameters._GraphProducts
+    original = parameters._BatchGraph
     most: list[int] = []
     live: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -147,7 +147,7 @@ def test_only_one_graph_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             most.append(len(live))
             super().__init__(*args)
 
-    monkeypatch.setattr(parameters, "_GraphProducts", Tracked)
+    monkeypatch.setattr(parameters, "_BatchGraph", Tracked)
     model, batch = make("mlp")
     curvmon.spectrum(model, batch, loss=LOSSES["mse"], more_batches=[batch, batch], k=1, trace=False, ggn=False)
     assert max(most) <= 2  # the new one, and the one it takes the place of
