@@ -17,7 +17,7 @@ from curvmon.operators import node_blocks as operators
 from curvmon.operators.session import open_session
 from curvmon.pairs import gauss_newton
 from curvmon.pairs import gauss_newton_factors as factors
-from curvmon.pairs.singular_values import Rights, leading_pairs
+from curvmon.pairs.singular_values import RightFactors, leading_pairs
 
 SAMPLES, OUTPUTS = 8, 5
 Loss = Callable[[Any, Any], Tensor]
@@ -253,7 +253,7 @@ def test_batched_products_are_the_same(x: Tensor, monkeypatch: pytest.MonkeyPatc
 
 
 def leading_pair(matrix: Tensor) -> tuple[Tensor, float]:
-    vectors, values = leading_pairs(matrix.T, Rights([torch.eye(matrix.shape[1], dtype=matrix.dtype)]))
+    vectors, values = leading_pairs(matrix.T, RightFactors([torch.eye(matrix.shape[1], dtype=matrix.dtype)]))
     return vectors[0], values[0].item()
 
 
