@@ -1,4 +1,4 @@
-"""Dense truth for small networks."""
+"""`curvmon.exact`: all blocks as dense matrices in float64, for small networks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from curvmon.pairs.pair_metrics import Matrices, Norms, pair_metrics
 from curvmon.records import METRICS, ExactMeasurement
 
 MOST_BYTES = 2 * 2**30
-"""Blocks larger than this in all are refused: they are what `measure` avoids."""
+"""Largest total size of all blocks."""
 
 
 def exact(
@@ -33,7 +33,10 @@ def exact(
     """All blocks H[v, w] and GN[v, w], dense and in float64, and the metrics they give.
 
     Cost: one product with H and one with GN per entry of every node, and 24 (Σ d_v)² bytes. The model is computed in
-    float64 for the time of the call and is exactly as before afterwards. Arguments as in `measure`.
+    float64 and is exactly as before afterwards. Arguments as in `measure`.
+
+    Raises:
+        InputError: the blocks take more than 2 GiB.
 
     Example:
         >>> import torch, curvmon

@@ -23,7 +23,7 @@ from torch import Tensor
 from curvmon.graph.autograd import product
 from curvmon.graph.taps import TappedGraph
 from curvmon.numerics import precise, small_sample_factor
-from curvmon.operators.node_blocks import Columns, Products
+from curvmon.operators.node_blocks import Columns, GraphOperator, Products
 from curvmon.pairs.singular_values import RightFactors, leading_pairs
 
 MOST_BYTES = 2**30
@@ -300,20 +300,15 @@ def _factor_rows(graph: TappedGraph, nodes: list[int], source: Cotangents, batch
     return {v: FactorRows(pieces.pop(v)) for v in nodes}
 
 
-Remainders = Callable[[Sequence[tuple[int, Tensor]]], list[Products]]
-"""T[:, w] Z for several (w, Z)"""
-
-
 class FactoredOperator:
     """The `BlockOperator` of a network whose GN has an exact factor: a column takes one HVP, that with T."""
 
     hvps_per_column = 1
 
-    def __init__(self, templates: Sequence[Tensor], remainders: Remainders, factors: Factors) -> None:
-        self.templates = templates
-        self._remainders = remainders
+    def __init__(self, operator: GraphOperator, factors: Factors) -> None:
+        self.templates = operator.templates
+        self._operator = operator
         self._factors = factors
 
     def columns(self, w: int, z: Tensor) -> Products:
-        (products,) = self._remainders([(w, z)])
-        return products._replace(gauss_newton=self._factors.product(w, z))
+        return self._operator.remainders(w, z)._replace(gauss_newton=self._factors.product(w, z))

@@ -167,7 +167,7 @@ def test_a_flat_spectrum_widens_the_error_of_the_stable_rank_honestly() -> None:
             value, error = found.matrices.get("stable_rank", v, w), found.matrices.get("stderr/stable_rank", v, w)
             errors.append(error / value)
             inside.append(abs(value - operator.truth("stable_rank", v, w)) < 1.96 * error)
-        assert any("stable_rank is not settled" in note for note in found.notes)
+        assert any("stable_rank has not converged" in note for note in found.notes)
     assert sum(inside) >= 0.9 * len(inside)
     assert statistics.median(errors) < 0.5
 
@@ -181,7 +181,7 @@ def test_never_spends_more_than_allowed_and_counts_right(limit: int) -> None:
 
 
 def test_a_budget_below_the_minimum_is_refused() -> None:
-    with pytest.raises(curvmon.InputError, match="max_hvps=29 is too few: at least 30 products"):
+    with pytest.raises(curvmon.InputError, match="max_hvps=29 is too few: at least 30 HVPs"):
         estimate(problem(1.0), 0, 29)
 
 
@@ -258,7 +258,7 @@ def test_probes_are_orthogonal_and_exact_when_they_span_the_rest() -> None:
     basis = random_basis(operator, g)
     rest = RestSamples(operator, basis, range(3))
     spent = sum(rest.add({0: count}, g) for count in (5, 20, 100))
-    assert rest.room(0) == 0 and spent == 2 * (SIZES[0] - 3)
+    assert rest.remaining(0) == 0 and spent == 2 * (SIZES[0] - 3)
     A = basis.outside(0, basis.outside(0, operator.block(0, 0, 0)).T)
     assert rest.mean("hessian", 0, 0) == pytest.approx(torch.linalg.norm(A).item() ** 2)
     assert rest.standard_error([(1.0, "hessian", 0, 0)]) == 0
