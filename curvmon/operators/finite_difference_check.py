@@ -66,7 +66,7 @@ def _central_difference(session: Session, directions: list[Tensor], step: float)
     """(g(e + h z) - g(e - h z)) / 2h."""
     ends = []
     for h in (step, -step):
-        graph = session.perturbed({name: h * z for name, z in zip(session.names, directions)})
+        graph = session.shifted({name: h * z for name, z in zip(session.names, directions)})
         gradients = differentiate([graph.loss], graph.taps)
         ends.append([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, graph.taps)])
     return [(after - before) / (2 * step) for after, before in zip(*ends)]

@@ -269,14 +269,14 @@ def _by_layers(
     model: nn.Module, once: Mapping[str, Tensor], build: Callable[[], TappedGraph]
 ) -> tuple[TappedGraph, list[Layer], set[str]]:
     """The graph with a tap on every layer that runs once, these layers, and the names of their parameters."""
-    skipped: list[nn.Module] = []
+    shy: list[nn.Module] = []
     while True:
-        with watched_layers(model, once, skipped) as watched:
+        with watched_layers(model, once, shy) as watched:
             graph = build()
         odd = watched.odd()
         if not odd:
             return graph, watched.layers, watched.owned
-        skipped += odd
+        shy += odd
 
 
 def _samples(batch: Any) -> int:

@@ -35,7 +35,7 @@ class Session(NamedTuple):
     names: tuple[str, ...]
     loss: float
     notes: list[str]
-    perturbed: Callable[[Mapping[str, Tensor]], TappedGraph]
+    shifted: Callable[[Mapping[str, Tensor]], TappedGraph]
     """the same graph at values of the taps other than zero, by node label"""
 
 
@@ -78,10 +78,10 @@ def open_session(
         graph = operator.graph
         notes += [*_output_notes(operator, output), *_graph_notes(operator, samples, batch_dim, dtype)]
 
-        def perturbed(at: Mapping[str, Tensor]) -> TappedGraph:
+        def shifted(at: Mapping[str, Tensor]) -> TappedGraph:
             return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at, lean=lean)
 
-        yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes, perturbed)
+        yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes, shifted)
 
 
 def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) -> list[Call]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from tests.pairs.test_gauss_newton_factors import CLASSES, MANY, OUTPUTS, SAMPLES, drawn, relu_net, smooth_net
+from tests.helpers.classifiers import CLASSES, MANY, OUTPUTS, SAMPLES, drawn, relu_net, smooth_net
 
 
 @pytest.fixture

@@ -18,19 +18,9 @@ from curvmon.operators.session import open_session
 from curvmon.pairs import gauss_newton
 from curvmon.pairs import gauss_newton_factors as factors
 from curvmon.pairs.singular_values import RightFactors, leading_pairs
+from tests.helpers.classifiers import CLASSES, MANY, OUTPUTS, SAMPLES, drawn, relu_net, smooth_net
 
-SAMPLES, OUTPUTS = 8, 5
 Loss = Callable[[Any, Any], Tensor]
-
-
-def relu_net(outputs: int = OUTPUTS, width: int = 30) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs))
-
-
-def smooth_net(outputs: int = OUTPUTS) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 30), nn.SiLU(), nn.Linear(30, 28), nn.Tanh(), nn.Linear(28, outputs))
 
 
 @pytest.fixture
@@ -38,12 +28,7 @@ def x() -> Tensor:
     return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
 
 
-def drawn(*shape: int, high: int | None = None) -> Tensor:
-    g = torch.Generator().manual_seed(2)
-    return torch.randn(*shape, generator=g) if high is None else torch.randint(high, shape, generator=g)
-
-
-CLASSES, VALUES = drawn(SAMPLES, high=OUTPUTS), drawn(SAMPLES, OUTPUTS)
+VALUES = drawn(SAMPLES, OUTPUTS)
 IGNORED = torch.where(torch.arange(SAMPLES) < 3, -100, CLASSES)
 SHARES = VALUES.softmax(1)
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.1, 3.0])
@@ -133,7 +118,6 @@ def test_a_scaled_loss_changes_r_alone(scale: float, x: Tensor) -> None:
 
 
 # ---- many outputs: sketches ------------------------------------------------------------------------------------------
-MANY = 40
 MANY_LOSSES: dict[str, tuple[str, Loss]] = {
     "cross-entropy": ("softmax", lambda m, x: F.cross_entropy(m(x), CLASSES, label_smoothing=0.1)),
     "soft targets": ("softmax", lambda m, x: F.cross_entropy(m(x), drawn(SAMPLES, MANY).softmax(1).to(x))),
