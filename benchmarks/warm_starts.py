@@ -13,7 +13,7 @@ from torch import Tensor
 import curvmon
 from benchmarks.trained import Setting
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
-from curvmon.spectrum.initial_block import Beginning
+from curvmon.spectrum.initial_block import start_cotangents
 from curvmon.spectrum.lanczos import Lanczos
 from curvmon.spectrum.trace import trace_of_parts
 
@@ -69,9 +69,9 @@ def _random(operator: ParameterOperator, seed: int) -> Tensor:
 def _gauss_newton(operator: ParameterOperator, k: int, seed: int) -> Tensor | None:
     """The start with trace=True: the sum of sketched eigenvectors; None where outputs are too many for that."""
     generator = torch.Generator().manual_seed(seed)
-    beginning = Beginning(k, generator)
-    trace_of_parts(operator.layered(), generator, beginning)
-    cotangents = beginning.cotangents(operator.batches)
+    estimate = trace_of_parts(operator.layered(), generator, sketched=True)
+    sketches = None if estimate is None else estimate.sketches
+    cotangents = None if sketches is None else start_cotangents(sketches, k)
     return None if cotangents is None else operator.pullback(cotangents)
 
 
@@ -81,14 +81,14 @@ def _until(operator: ParameterOperator, start: Tensor, true: Tensor) -> tuple[in
     The largest Ritz values only grow, to the eigenvalues: what is close stays close.
     """
     k = len(true)
-    # as `Search` begins, with a little chance
+    # as `EigenvalueSearch` does, with a small random component
     space = Lanczos(
         operator.hessian, start / torch.linalg.vector_norm(start) + 0.1 * _random(operator, 100), capacity=LIMIT
     )
     close = ruled = 0
     while not (close and ruled) and space.products < LIMIT:
         space.step(k, 1)
-        ritz = space.ends(k, 0)
+        ritz = space.ritz_pairs(k, 0)
         if len(ritz.values) < k:
             continue
         if not close and bool(((ritz.values - true).abs() <= CLOSE * true.abs()).all()):

@@ -1,10 +1,11 @@
-"""Exact Hessian spectra of small networks, as formulas: oracles for tests, and where eigenvalues come from.
+"""Exact Hessian spectra of small networks in closed form: test oracles, and an explanation of bulk and outliers.
 
-All for the loss 1/(2n) Σ_i (f(x_i) - y_i)², differentiated by the parameters. Each spectrum has a *bulk*, few values
-with high multiplicity, and a handful of *outliers*. The formulas are those of the paper on closed-form Hessian spectra
-that docs/spectrum.md cites; the dense Hessians in the tests agree with them to rounding. Where the paper has a
-polynomial, its roots are computed as eigenvalues of a small symmetric matrix with that characteristic polynomial: from
-the coefficients a double root is known to half the digits only.
+    L = 1/(2n) Σ_i (f(x_i) - y_i)²,   H = d²L/dθ²,   θ: all weights
+
+Each spectrum has a *bulk*, few values with high multiplicity, and a handful of *outliers*. The formulas are those of
+the paper on closed-form Hessian spectra that docs/spectrum.md cites; in the tests, dense Hessians agree to rounding.
+Where the paper has a polynomial, its roots are computed as the eigenvalues of a small symmetric matrix with that
+characteristic polynomial: computed from the coefficients, a double root has half the digits only.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ Numbers: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class ClosedForm:
-    """All eigenvalues of a loss Hessian, largest first, with multiplicity; float64 on the CPU."""
+    """All eigenvalues of a loss Hessian, largest first, with multiplicity.
+
+    Attributes:
+        eigenvalues: float64, on the CPU.
+        kinds: "bulk" or "outlier" for each eigenvalue.
+        eigenvectors: unit columns for the outliers, in the order of `outliers`; None if the paper does not give them.
+        phase: of training, "early", "late" or "divergent"; only for `linear_network`, which defines them.
+    """
 
     eigenvalues: Tensor
     kinds: tuple[Kind, ...]
-    """"bulk" or "outlier", for each of them"""
     eigenvectors: Tensor | None = None
-    """unit columns for the outliers, in the order of `outliers`, where the paper has them"""
     phase: Phase | None = None
-    """of learning, for the linear network: early while the bulk still grows toward the outliers, late, or divergent"""
 
     @property
     def outliers(self) -> Tensor:
@@ -65,7 +70,17 @@ def linear_network(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm
 
         u+ = cos θ (p̂, p̂)/√2 + sin θ (r̂, -r̂)/√2,   u- = -sin θ (p̂, p̂)/√2 + cos θ (r̂, -r̂)/√2
 
-    Where p or r is zero, one of them belongs to a value of the bulk, and any direction takes the place of p̂ or r̂.
+    If p or r is zero, one of them belongs to a bulk eigenvalue, and any unit vector replaces p̂ or r̂.
+
+    `phase` follows <w,v> on its way to t = mean(xy) / s², here for t > 0. L+ L- = s⁴ (t - <w,v>) (3<w,v> - t) gives the
+    sign of L-; the bulk |d| = s² |t - <w,v>| shrinks to zero as <w,v> approaches t, and grows beyond:
+
+        early       <w,v> <= t/3          L- <= 0, L+ >= trace
+        late        t/3 < <w,v> <= t      L- >= 0, L+ <= trace; at the solution <w,v> = t, L+ = trace is all of H
+        divergent   <w,v> > t             L- <= 0, L+ >= trace
+
+    The paper counts the solution to both late and divergent; here it is late, and equality is up to rounding. With
+    t < 0 the sign of <w,v> is reversed; without any x ≠ 0 the phase is None.
 
     Example:
         >>> import torch
@@ -79,22 +94,23 @@ def linear_network(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm
     _same_length(x=x, y=y)
     power, residual = x.square().mean(), (x * (w.dot(v) * x - y)).mean()
     # H = s² (w, v)(w, v)^T + d [[0, 1], [1, 0]] is [[d + s²|p|², s²|p||r|], [s²|p||r|, -d + s²|r|²]] on the plane of
-    # (p̂, p̂)/√2 and (r̂, -r̂)/√2; the paper's eigenvectors (L w + d v, d w + L v) vanish or coincide for w = ±v
+    # (p̂, p̂)/√2 and (r̂, -r̂)/√2; the paper's eigenvectors (L w + d v, d w + L v) are zero or parallel for w = ±v
     even, odd = _swap_parts(w, v)
     half = power * (w.square().sum() + v.square().sum()) / 2
     across, along = power * _norm(even) * _norm(odd), residual + power * w.dot(v)
-    root = torch.hypot(along, across)  # the root in L±, as a sum of squares: nothing cancels where L+ = L-
+    root = torch.hypot(along, across)  # the root in L± as a sum of squares: no cancellation where L+ = L-
     outliers = torch.stack([half + root, half - root])
     bulk = torch.cat([residual.expand(len(w) - 1), -residual.expand(len(w) - 1)])
     first, second = _unit(even, odd), _unit(odd, even)
     plane = torch.stack([torch.cat([first, first]), torch.cat([second, -second])], dim=1) / math.sqrt(2)
-    cos, sin = (turn(torch.atan2(across, along) / 2) for turn in (torch.cos, torch.sin))
+    angle = torch.atan2(across, along) / 2
+    cos, sin = angle.cos(), angle.sin()
     vectors = plane @ torch.stack([torch.stack([cos, -sin]), torch.stack([sin, cos])])
-    return _sorted(outliers, bulk, vectors, _phase(w.dot(v), (x * y).mean(), power))
+    return _sorted(outliers, bulk, vectors, _phase(w, v, x, y))
 
 
 def _swap_parts(w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(w+v)/√2 and (w-v)/√2: what a swap of w and v keeps, and what it negates."""
+    """(w+v)/√2 and (w-v)/√2: the even and the odd part under a swap of w and v."""
     return (w + v) / math.sqrt(2), (w - v) / math.sqrt(2)
 
 
@@ -104,7 +120,7 @@ def _norm(vector: Tensor) -> Tensor:
 
 
 def _unit(*candidates: Tensor) -> Tensor:
-    """The direction of the first that is not zero; if all are, that of the first coordinate."""
+    """The direction of the first vector that is not zero; if all are, the first coordinate axis."""
     for vector in candidates:
         if vector.any():
             vector = vector / vector.abs().max()  # squares of 1e-200 would vanish
@@ -114,22 +130,25 @@ def _unit(*candidates: Tensor) -> Tensor:
     return unit
 
 
-def _phase(product: Tensor, covariance: Tensor, power: Tensor) -> Phase | None:
-    """Where <w, v> stands on its way to t = mean(xy) / mean(x²)."""
+def _phase(w: Tensor, v: Tensor, x: Tensor, y: Tensor) -> Phase | None:
+    power, covariance = x.square().mean(), (x * y).mean()
     if power == 0:
         return None
     target = covariance / power
-    progress = product * target.sign()
+    rounding = 10 * torch.finfo(x.dtype).eps * (w.abs().dot(v.abs()) + (x * y).abs().mean() / power)
+    if (w.dot(v) - target).abs() <= rounding:
+        return "late"  # the solution, whichever side rounding puts it on
+    progress = w.dot(v) * target.sign()
     if progress <= target.abs() / 3:
         return "early"
     return "late" if progress < target.abs() else "divergent"
 
 
 def relu_network(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
-    """f(x) = <w, relu(v x)>: units with v_j > 0 see positive samples only, the others negative ones.
+    """f(x) = <w, relu(v x)>: units with v_j > 0 are active on positive samples only, the others on negative ones.
 
     Each of the two cells contributes the spectrum of `linear_network` on its own units and samples, times its share of
-    the samples; a cell without samples contributes zeros.
+    the samples. A cell without samples contributes zeros.
     """
     w, v, x, y = _vectors(w=w, v=v, x=x, y=y)
     _same_length(w=w, v=v)
@@ -150,7 +169,7 @@ def relu_network(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
 def linear_network_with_bias(w: Numbers, v: Numbers, b: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
     """f(x) = <w, v x + b>: 3m eigenvalues, five of them outliers, m - 1 zero.
 
-    Holds for <v, b> = 0, |v| = |b|, mean x = 0, mean x² = 1, mean y = 0, mean xy = 0; anything else is an error. With
+    Assumes <v, b> = 0, |v| = |b|, mean x = 0, mean x² = 1, mean y = 0, mean xy = 0; InputError otherwise. With
     q = <w,v>² + <w,b>² and N = |v|² + |w|²: ½N ± ½ sqrt(N² + 12 q), the roots of l³ - N l² - q l + q|w|² = 0, and
     ±sqrt(q), each m - 2 times.
     """
@@ -158,7 +177,7 @@ def linear_network_with_bias(w: Numbers, v: Numbers, b: Numbers, x: Numbers, y: 
     _same_length(w=w, v=v, b=b)
     _same_length(x=x, y=y)
     if len(w) < 2:
-        raise InputError("v and b are orthogonal only from width 2 on")
+        raise InputError("v and b can be orthogonal only from width 2 on")
     size = v.square().sum()
     _assume("<v, b> = 0", v.dot(b), size)
     _assume("|v| = |b|", size - b.square().sum(), size)
@@ -173,13 +192,13 @@ def linear_network_with_bias(w: Numbers, v: Numbers, b: Numbers, x: Numbers, y: 
     across = _norm(w) * _norm(v)
     cubic = _eigenvalues([[w.square().sum(), across, 0], [across, size, q.sqrt()], [0, q.sqrt(), 0]])
     outliers = torch.cat([torch.stack([(total + root) / 2, (total - root) / 2]), cubic])
-    many = len(w) - 2
-    bulk = torch.cat([q.sqrt().expand(many), -q.sqrt().expand(many), w.new_zeros(len(w) - 1)])
+    copies = len(w) - 2
+    bulk = torch.cat([q.sqrt().expand(copies), -q.sqrt().expand(copies), w.new_zeros(len(w) - 1)])
     return _sorted(outliers, bulk)
 
 
 def linear_network_of_inputs(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
-    """f(x) = Σ_d <w_d, v_d> x_d with decorrelated inputs: the union over dimensions. w, v are D x m, x is n x D."""
+    """f(x) = Σ_d <w_d, v_d> x_d with decorrelated inputs: the union over input dimensions. w, v: D x m, x: n x D."""
     w, v, x = _matrices(w=w, v=v, x=x)
     (y,) = _vectors(y=y)
     if w.shape != v.shape or x.shape != (len(y), len(w)):
@@ -190,7 +209,7 @@ def linear_network_of_inputs(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> 
 
 
 def linear_network_of_outputs(w: Numbers, v: Numbers, x: Numbers, y: Numbers) -> ClosedForm:
-    """f_k(x) = <w_k, v_k> x, loss summed over outputs: the union over outputs. w, v are K x m, y is n x K."""
+    """f_k(x) = <w_k, v_k> x, loss summed over outputs: the union over outputs. w, v: K x m, y: n x K."""
     w, v, y = _matrices(w=w, v=v, y=y)
     (x,) = _vectors(x=x)
     if w.shape != v.shape or y.shape != (len(x), len(w)):
@@ -206,7 +225,7 @@ def self_attention(w_value: Numbers, w_query: Numbers, w_key: Numbers, x: Number
         -l³ + (a + z(K+Q)) l² + ((b² - a z)(K+Q) + 2 g z P + g²) l + (2 g (b² - a z) P - a g²) = 0
 
     with K = |w_K|², Q = |w_Q|², P = <w_K, w_Q>, and a, b, g, z averages of the row-wise moments of x under A. `w_value`
-    is one number, `w_query` and `w_key` have d_k, `x` and `y` n.
+    is a number, `w_query` and `w_key` have d_k entries, `x` and `y` n.
     """
     value = _number(w_value=w_value)
     q, k, x, y = _vectors(w_query=w_query, w_key=w_key, x=x, y=y)
@@ -218,13 +237,13 @@ def self_attention(w_value: Numbers, w_query: Numbers, w_key: Numbers, x: Number
     central = x.unsqueeze(0) - mean.unsqueeze(1)
     second, third = ((attention * central**order).sum(1) for order in (2, 3))
     residual = value * mean - y
-    bent = x * second
+    slope = x * second  # of the softmax mean w.r.t. <w_Q, w_K>, times sqrt(d_k)
     a = mean.square().sum() / n
-    b = (value * mean + residual).dot(bent) / (n * math.sqrt(width))
-    g = value * residual.dot(bent) / (n * math.sqrt(width))
-    z = (value.square() * bent.square().sum() + value * residual.dot(x * x * third)) / (n * width)
-    # a, b, z and g are the derivatives of the loss by w_V twice, w_V and P, P twice, and P: the cubic is the
-    # characteristic polynomial of H on w_V and the plane of `linear_network`, with g for d and z for s²
+    b = (value * mean + residual).dot(slope) / (n * math.sqrt(width))
+    g = value * residual.dot(slope) / (n * math.sqrt(width))
+    z = (value.square() * slope.square().sum() + value * residual.dot(x * x * third)) / (n * width)
+    # a, b, z and g are ∂²L/∂w_V², ∂²L/∂w_V∂P, ∂²L/∂P² and ∂L/∂P: the cubic is the characteristic polynomial of H on
+    # w_V and the plane of `linear_network`, with g in place of d and z in place of s²
     even, odd = (_norm(part) for part in _swap_parts(k, q))
     outliers = _eigenvalues(
         [
@@ -237,12 +256,12 @@ def self_attention(w_value: Numbers, w_query: Numbers, w_key: Numbers, x: Number
 
 
 def _eigenvalues(rows: Sequence[Sequence[Tensor | float]]) -> Tensor:
-    """Of a symmetric matrix; NaN where it is not finite, as in a training that diverged: eigvalsh would raise."""
+    """Of a symmetric matrix; NaN if it is not finite, as after training has diverged: eigvalsh would raise."""
     matrix = torch.tensor(rows, dtype=torch.float64, device="cpu")
     if not matrix.isfinite().all():
         return matrix.new_full((len(rows),), math.nan)
-    found: Tensor = torch.linalg.eigvalsh(matrix)
-    return found
+    values: Tensor = torch.linalg.eigvalsh(matrix)
+    return values
 
 
 def _sorted(outliers: Tensor, bulk: Tensor, vectors: Tensor | None = None, phase: Phase | None = None) -> ClosedForm:
@@ -280,11 +299,11 @@ def _tensor(name: str, given: Numbers, what: str, ndim: int | None) -> Tensor:
     try:
         if torch.as_tensor(given).is_complex():
             raise TypeError("complex numbers")
-        # not .to(float64) of the above, which has rounded lists to the default dtype
+        # not .to(float64) of the tensor above, which rounds lists to the default dtype
         tensor = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
-    except Exception as error:  # as_tensor passes on whatever the methods of a foreign array raise
+    except Exception as error:  # as_tensor raises whatever the methods of a foreign array raise
         raise InputError(
-            f"{name} is {what}; torch makes no real tensor of this {type(given).__name__}: {error}"
+            f"{name} is {what}; {type(given).__name__} does not convert to a real tensor: {error}"
         ) from error
     fits = tensor.numel() == 1 if ndim is None else tensor.ndim == ndim and tensor.numel() > 0
     if not fits:
@@ -302,6 +321,6 @@ def _shapes(**named: Tensor) -> str:
 
 
 def _assume(what: str, off: Tensor, scale: Tensor) -> None:
-    """An assumption under which the formula was derived holds to rounding."""
+    """Raise InputError if an assumption of the formula is violated by more than rounding."""
     if off.abs() > 1e-8 * scale.clamp_min(torch.finfo(torch.float64).tiny):
         raise InputError(f"the closed form assumes {what}; it is off by {off.abs().item():.2g}")

@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def dense(network: Callable[..., Tensor], parameters: tuple[Tensor, ...], y: Tensor) -> Tensor:
-    """The Hessian of 1/(2n) Σ (f - y)² by the parameters, concatenated."""
+    """The Hessian of 1/(2n) Σ (f - y)² w.r.t. the concatenated parameters."""
     shapes, sizes = [p.shape for p in parameters], [p.numel() for p in parameters]
 
     def loss(flat: Tensor) -> Tensor:
@@ -32,12 +32,12 @@ def dense(network: Callable[..., Tensor], parameters: tuple[Tensor, ...], y: Ten
     return torch.autograd.functional.hessian(loss, torch.cat([p.reshape(-1) for p in parameters]))
 
 
-def assert_equal(found: closed_form.ClosedForm, hessian: Tensor) -> None:
+def assert_equal(form: closed_form.ClosedForm, hessian: Tensor) -> None:
     true = torch.linalg.eigvalsh(hessian).flip(0)
     scale = true.abs().max().item()
-    torch.testing.assert_close(found.eigenvalues, true, rtol=0, atol=1e-10 * scale)
-    assert len(found.kinds) == len(true)
-    assert found.trace == pytest.approx(hessian.trace().item(), abs=1e-10 * scale)
+    torch.testing.assert_close(form.eigenvalues, true, rtol=0, atol=1e-10 * scale)
+    assert len(form.kinds) == len(true)
+    assert form.trace == pytest.approx(hessian.trace().item(), abs=1e-10 * scale)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -49,18 +49,18 @@ def test_linear_network(m: int, seed: int) -> None:
         normal(20, seed=seed + 100),
         normal(20, seed=seed + 150),
     )
-    found = closed_form.linear_network(w, v, x, y)
+    form = closed_form.linear_network(w, v, x, y)
     hessian = dense(lambda v, w: w.dot(v) * x, (v, w), y)
-    assert_equal(found, hessian)
-    assert found.kinds.count("outlier") == 2 and len(found.bulk) == 2 * (m - 1)
-    assert found.eigenvectors is not None
-    images = hessian @ found.eigenvectors
-    torch.testing.assert_close(images, found.eigenvectors * found.outliers, rtol=1e-9, atol=1e-10)
-    assert found.outliers.sum().item() == pytest.approx(found.trace)
+    assert_equal(form, hessian)
+    assert form.kinds.count("outlier") == 2 and len(form.bulk) == 2 * (m - 1)
+    assert form.eigenvectors is not None
+    images = hessian @ form.eigenvectors
+    torch.testing.assert_close(images, form.eigenvectors * form.outliers, rtol=1e-9, atol=1e-10)
+    assert form.outliers.sum().item() == pytest.approx(form.trace)
 
 
-def special(m: int) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """w, v, x, y where outliers meet the bulk or each other, or w and v leave no plane to span."""
+def degenerate_cases(m: int) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """w, v, x, y for which outliers coincide with the bulk or with each other, or w and v do not span a plane."""
     w, v, x, y = normal(m, seed=0), normal(m, seed=1), normal(9, seed=2), normal(9, seed=3)
     size, none = w.dot(w), torch.zeros(m, dtype=torch.float64)
     return {
@@ -83,27 +83,27 @@ def special(m: int) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("m", [1, 2, 5])
-@pytest.mark.parametrize("case", special(1))
+@pytest.mark.parametrize("case", degenerate_cases(1))
 def test_eigenvectors_of_the_linear_network(case: str, m: int) -> None:
     """Unit, orthogonal, and H u = L u, wherever the outliers are."""
-    w, v, x, y = special(m)[case]
-    found = closed_form.linear_network(w, v, x, y)
+    w, v, x, y = degenerate_cases(m)[case]
+    form = closed_form.linear_network(w, v, x, y)
     hessian = dense(lambda v, w: w.dot(v) * x, (v, w), y)
-    assert_equal(found, hessian)
-    u = found.eigenvectors
+    assert_equal(form, hessian)
+    u = form.eigenvectors
     assert u is not None
     torch.testing.assert_close(u.T @ u, torch.eye(2, dtype=torch.float64), rtol=0, atol=1e-14)
     scale = torch.linalg.eigvalsh(hessian).abs().max().item()
-    torch.testing.assert_close(hessian @ u, u * found.outliers, rtol=0, atol=1e-10 * scale)
+    torch.testing.assert_close(hessian @ u, u * form.outliers, rtol=0, atol=1e-10 * scale)
 
 
 def test_eigenvectors_of_parallel_weights() -> None:
     """w = v: L+ along (w, w), and L- = -d along (w, -w)."""
     w, x = torch.tensor([1, 0.5, -0.5]).double(), torch.tensor([-1, 0, 1]).double()
-    found = closed_form.linear_network(w, w, x, 2 * x)
+    form = closed_form.linear_network(w, w, x, 2 * x)
     true = torch.stack([torch.cat([w, w]), torch.cat([w, -w])], 1) / math.sqrt(3)
-    assert found.eigenvectors is not None
-    torch.testing.assert_close((found.eigenvectors.T @ true).abs(), torch.eye(2, dtype=torch.float64))
+    assert form.eigenvectors is not None
+    torch.testing.assert_close((form.eigenvectors.T @ true).abs(), torch.eye(2, dtype=torch.float64))
 
 
 def test_phases_of_the_linear_network() -> None:
@@ -116,17 +116,50 @@ def test_phases_of_the_linear_network() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_exact_solution_is_late(m: int, seed: int) -> None:
+    """<w, v> = t up to rounding: zero residual, H of rank one with its trace as the only eigenvalue."""
+    w, v, x = normal(m, seed=seed), normal(m, seed=seed + 50), normal(20, seed=seed + 100)
+    for y in (w.dot(v) * x, (x.unsqueeze(1) * v) @ w, (w * v).flip(0).sum() * x):
+        form = closed_form.linear_network(w, v, x, y)
+        assert form.phase == "late"
+        expected = torch.zeros(2 * m, dtype=torch.float64)
+        expected[0] = x.square().mean() * (w.square().sum() + v.square().sum())
+        torch.testing.assert_close(form.eigenvalues, expected, rtol=0, atol=1e-14 * expected[0].item())
+
+
+def test_zero_weights_solve_zero_targets() -> None:
+    zeros = torch.zeros(3)
+    assert closed_form.linear_network(zeros, zeros, torch.ones(4), torch.zeros(4)).phase == "late"
+    assert closed_form.linear_network(zeros, zeros, torch.ones(4), torch.ones(4)).phase == "early"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_phase_gives_the_sign_of_the_smaller_outlier(sign: int) -> None:
+    """L- >= 0 and L+ <= trace in the late phase, the opposite in the others; the bulk is |d| = s² |t - <w, v>|."""
+    w, v, x = normal(4, seed=0), normal(4, seed=1), normal(10, seed=2)
+    power = x.square().mean()
+    for ratio in torch.linspace(-2, 3, 60, dtype=torch.float64).tolist():  # <w, v> / t; neither 1/3 nor 1
+        scaled = sign * ratio * 3 / w.dot(v) * v
+        form = closed_form.linear_network(w, scaled, x, sign * 3 * x)
+        upper, lower = form.outliers.tolist()
+        assert form.phase == ("early" if ratio < 1 / 3 else "late" if ratio < 1 else "divergent")
+        assert (lower > 0) == (form.phase == "late") == (upper < form.trace)
+        assert form.bulk.max().item() == pytest.approx(power.item() * 3 * abs(1 - ratio), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_relu_network(seed: int) -> None:
     w, v, x, y = normal(5, seed=seed), normal(5, seed=seed + 50), normal(9, seed=seed + 100), normal(9, seed=seed + 150)
     hessian = dense(lambda v, w: torch.relu(x.unsqueeze(1) * v) @ w, (v, w), y)
     assert_equal(closed_form.relu_network(w, v, x, y), hessian)
 
 
-def test_a_relu_network_with_a_cell_that_sees_no_samples() -> None:
+def test_relu_network_with_a_cell_without_samples() -> None:
     w, v, x, y = normal(4, seed=0), torch.tensor([1.0, -1, -2, 3]).double(), normal(9, seed=1).abs(), normal(9, seed=2)
     hessian = dense(lambda v, w: torch.relu(x.unsqueeze(1) * v) @ w, (v, w), y)
-    found = closed_form.relu_network(w, v, x, y)
-    assert_equal(found, hessian)
+    form = closed_form.relu_network(w, v, x, y)
+    assert_equal(form, hessian)
     with pytest.raises(curvmon.InputError, match="v has zeros"):
         closed_form.relu_network(w, torch.zeros(4), x, y)
 
@@ -143,13 +176,13 @@ def biased(m: int, seed: int) -> tuple[Tensor, ...]:
 def test_linear_network_with_bias(m: int, seed: int) -> None:
     w, v, b, x, y = biased(m, seed)
     hessian = dense(lambda v, b, w: (x.unsqueeze(1) * v + b) @ w, (v, b, w), y)
-    found = closed_form.linear_network_with_bias(w, v, b, x, y)
-    assert_equal(found, hessian)
-    assert found.kinds.count("outlier") == 5
+    form = closed_form.linear_network_with_bias(w, v, b, x, y)
+    assert_equal(form, hessian)
+    assert form.kinds.count("outlier") == 5
 
 
 @pytest.mark.parametrize("m", [3, 6])
-def test_a_bias_with_a_double_root(m: int) -> None:
+def test_linear_network_with_bias_and_a_double_root(m: int) -> None:
     """w orthogonal to v and b, or zero: q = 0, and the cubic is l²(l - N)."""
     w, v, b, x, y = biased(m, 0)
     for across in (w - (w.dot(v) * v + w.dot(b) * b) / v.dot(v), 0 * w):
@@ -157,7 +190,7 @@ def test_a_bias_with_a_double_root(m: int) -> None:
         assert_equal(closed_form.linear_network_with_bias(across, v, b, x, y), hessian)
 
 
-def test_violated_assumptions_are_named() -> None:
+def test_error_names_violated_assumption() -> None:
     w, v, b, x, y = biased(4, 0)
     for what, arguments in {
         "<v, b> = 0": (w, v, b + 0.1 * v, x, y),
@@ -197,9 +230,9 @@ def test_self_attention(width: int, seed: int) -> None:
     value, q, k = normal(1, seed=seed), normal(width, seed=seed + 50), normal(width, seed=seed + 100)
     x, y = normal(7, seed=seed + 150), normal(7, seed=seed + 200)
     hessian = dense(lambda value, q, k: attention(x, value, q, k), (value, q, k), y)
-    found = closed_form.self_attention(value, q, k, x, y)
-    assert_equal(found, hessian)
-    assert found.kinds.count("outlier") == 3 and len(found.bulk) == 2 * (width - 1)
+    form = closed_form.self_attention(value, q, k, x, y)
+    assert_equal(form, hessian)
+    assert form.kinds.count("outlier") == 3 and len(form.bulk) == 2 * (width - 1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -218,8 +251,8 @@ def test_self_attention_with_multiple_roots(case: str, width: int, seed: int) ->
     assert_equal(closed_form.self_attention(value, q, k, x, y), hessian)
 
 
-def test_weights_that_are_not_finite_give_nan() -> None:
-    """A training that diverged goes on being plotted."""
+def test_non_finite_weights_give_nan() -> None:
+    """Plots of a diverged training run still work."""
     bad, x = torch.tensor([math.nan, 1.0]), torch.ones(2)
     assert closed_form.linear_network(bad, bad, x, x).outliers.isnan().all()
     assert closed_form.self_attention(1.0, bad, bad, x, x).outliers.isnan().all()
@@ -244,7 +277,7 @@ def calls() -> dict[str, tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("name", calls())
-def test_lists_and_arrays_are_taken_as_float64(name: str) -> None:
+def test_lists_and_arrays_become_float64(name: str) -> None:
     form, arguments = getattr(closed_form, name), calls()[name]
     true = form(*arguments).eigenvalues
     assert true.equal(form(*(tensor.tolist() for tensor in arguments)).eigenvalues)
@@ -256,16 +289,17 @@ def test_lists_and_arrays_are_taken_as_float64(name: str) -> None:
     "bad", [None, "text", [[1.0, 2.0], [3.0]], {"a": 1}, torch.ones(2) * 1j, np.ones(2) * 1j, [1j]]
 )
 @pytest.mark.parametrize("name", calls())
-def test_what_is_no_tensor_is_named(name: str, bad: Any) -> None:
+def test_error_names_argument_that_is_no_tensor(name: str, bad: Any) -> None:
     form, arguments = getattr(closed_form, name), list(calls()[name])
     names = list(form.__annotations__)
     for i in range(len(arguments)):
-        with pytest.raises(curvmon.InputError, match=f"^{names[i]} is (a vector|a matrix|one number); torch makes no"):
+        message = rf"^{names[i]} is (a vector|a matrix|one number); {type(bad).__name__} does not convert to a real"
+        with pytest.raises(curvmon.InputError, match=message):
             form(*arguments[:i], bad, *arguments[i + 1 :])
 
 
 @pytest.mark.parametrize("name", calls())
-def test_a_wrong_number_of_dimensions_is_named(name: str) -> None:
+def test_error_names_argument_with_wrong_number_of_dimensions(name: str) -> None:
     form, arguments = getattr(closed_form, name), list(calls()[name])
     names = list(form.__annotations__)
     for i in range(len(arguments)):
@@ -274,7 +308,7 @@ def test_a_wrong_number_of_dimensions_is_named(name: str) -> None:
                 form(*arguments[:i], torch.ones(shape), *arguments[i + 1 :])
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
+def test_error_names_mismatched_shapes() -> None:
     one = torch.ones(2)
     with pytest.raises(curvmon.InputError, match=r"w_value is one number; got shape \(2,\)"):
         closed_form.self_attention(one, one, one, one, one)

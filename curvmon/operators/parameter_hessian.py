@@ -29,7 +29,7 @@ from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.isolation.model_state import isolated, one_at_a_time, own_copy
 from curvmon.isolation.random_state import reseed
 from curvmon.numerics import check_finite
-from curvmon.operators.protocol import SymmetricOperator
+from curvmon.operators.protocol import SymmetricOperator, by_columns
 from curvmon.operators.session import NOISE_SEED, Loss
 
 SAME_LOSS = 1e-3
@@ -212,12 +212,6 @@ class ParameterOperator(SymmetricOperator):
     def _shaped(self, z: Tensor, columns: Sequence[int]) -> list[Tensor]:
         parts = torch.split(z, [self.sizes[i] for i in columns])
         return [part.reshape(self._parameters[i].shape).to(self._parameters[i]) for part, i in zip(parts, columns)]
-
-
-def by_columns(image: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    """The images of the columns of z, one at a time."""
-    images = [image(column) for column in z.unbind(1)]
-    return images[0].unsqueeze(1) if len(images) == 1 else torch.stack(images, dim=1)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ One product per column of Z. Solvers (Lanczos, scipy's `eigsh` and `svds`) need 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -88,33 +90,32 @@ class LinearOperator(ABC):
             ImportError: scipy is not installed; curvmon itself does not depend on it.
         """
         try:
-            import numpy
-            from scipy.sparse import linalg  # type: ignore[import-untyped]
+            linalg = import_module("scipy.sparse.linalg")
         except ImportError as error:
             raise ImportError(
                 "as_linear_operator() needs scipy, no dependency of curvmon: pip install scipy"
             ) from error
-        # numpy has no bfloat16
-        kind = numpy.float64 if self.dtype == torch.float64 else numpy.float32
-
-        def product(operator: LinearOperator, z: Any) -> Any:
-            columns = torch.from_numpy(numpy.array(z, dtype=kind)).reshape(operator.shape[1], -1)
-            image = operator.matmat(columns).cpu().numpy().astype(kind)
-            return image.reshape(operator.shape[0], *z.shape[1:])
 
         def forward(z: Any) -> Any:
-            return product(self, z)
+            return _of_array(self, z)
 
         def adjoint(z: Any) -> Any:
-            return product(self.T, z)
+            return _of_array(self.T, z)
 
+        dtype = str(self.dtype).removeprefix("torch.")
         return linalg.LinearOperator(
-            self.shape, dtype=kind, matvec=forward, matmat=forward, rmatvec=adjoint, rmatmat=adjoint
+            self.shape, dtype=dtype, matvec=forward, matmat=forward, rmatvec=adjoint, rmatmat=adjoint
         )
 
     def __repr__(self) -> str:
         rows, columns = self.shape
         return f"{type(self).__name__}({rows} x {columns}, {self.dtype}, {self.device}, products={self.products})"
+
+
+def _of_array(operator: LinearOperator, z: Any) -> Any:
+    """A Z for a numpy array of shape (n,) or (n, k)."""
+    image = operator.matmat(torch.tensor(z).reshape(operator.shape[1], -1))
+    return image.reshape(operator.shape[0], *z.shape[1:]).cpu().numpy()
 
 
 class SymmetricOperator(LinearOperator):
@@ -131,3 +132,21 @@ class SymmetricOperator(LinearOperator):
     @property
     def T(self) -> SymmetricOperator:
         return self
+
+
+class SymmetricProduct(SymmetricOperator):
+    """A symmetric matrix given by a function that computes A z for one vector z."""
+
+    def __init__(self, size: int, template: Tensor, product: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(size, template)
+        self._product = product
+
+    def _columns(self, z: Tensor) -> Tensor:
+        self._count.total += z.shape[1]
+        return by_columns(self._product, z)
+
+
+def by_columns(product: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    """The images of the columns of z, one at a time."""
+    images = [product(column) for column in z.unbind(1)]
+    return images[0].unsqueeze(1) if len(images) == 1 else torch.stack(images, dim=1)

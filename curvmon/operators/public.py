@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError, NodeError
 from curvmon.operators.node_blocks import GraphOperator, Part
-from curvmon.operators.parameter_hessian import by_columns, open_parameters
-from curvmon.operators.protocol import LinearOperator, ProductCount, SymmetricOperator
+from curvmon.operators.parameter_hessian import open_parameters
+from curvmon.operators.protocol import LinearOperator, ProductCount, SymmetricOperator, SymmetricProduct
 from curvmon.operators.session import Loss, open_session
 
 
@@ -37,7 +37,7 @@ def hessian(model: nn.Module, batch: Any, *, loss: Loss) -> AbstractContextManag
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
         >>> batch = torch.randn(32, 4).double(), torch.randn(32, 2).double()
         >>> loss = lambda net, b: torch.nn.functional.mse_loss(net(b[0]), b[1])
-        >>> with curvmon.operators.hessian(net, batch, loss=loss) as H:
+        >>> with curvmon.operators.parameter_hessian(net, batch, loss=loss) as H:
         ...     sharpness = eigsh(H.as_linear_operator(), k=1, which="LA", return_eigenvectors=False)[0]
         >>> bool(abs(sharpness / curvmon.spectrum(net, batch, loss=loss, k=1).eigenvalues[0] - 1) < 0.01)
         True
@@ -48,7 +48,7 @@ def hessian(model: nn.Module, batch: Any, *, loss: Loss) -> AbstractContextManag
 @contextmanager
 def _hessian(model: nn.Module, batch: Any, loss: Loss) -> Iterator[SymmetricOperator]:
     with open_parameters(model, [batch], loss=loss) as operator:
-        yield _Parameters(operator.size, operator.template, operator.hessian)
+        yield SymmetricProduct(operator.size, operator.template, operator.hessian)
 
 
 def gauss_newton(model: nn.Module, batch: Any, *, loss: Loss) -> AbstractContextManager[SymmetricOperator]:
@@ -70,19 +70,7 @@ def _gauss_newton(model: nn.Module, batch: Any, loss: Loss) -> Iterator[Symmetri
                 "no Gauss-Newton part: the output of the network is unknown, or part of the loss does not pass "
                 "through it; write all terms of the loss with torch loss functions (F.cross_entropy, F.mse_loss, …)"
             )
-        yield _Parameters(operator.size, operator.template, operator.ggn)
-
-
-class _Parameters(SymmetricOperator):
-    """A product with one vector as an operator."""
-
-    def __init__(self, size: int, template: Tensor, image: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(size, template)
-        self._image = image
-
-    def _columns(self, z: Tensor) -> Tensor:
-        self._count.total += z.shape[1]
-        return by_columns(self._image, z)
+        yield SymmetricProduct(operator.size, operator.template, operator.ggn)
 
 
 class _Block(LinearOperator):

@@ -1,11 +1,14 @@
-"""Where a search begins: the sum of the leading eigenvectors of Gauss-Newton, from what the trace computes anyway.
+"""A start vector for the eigenvalue search: the sum of the leading eigenvectors of Gauss-Newton, from sketches.
 
-    GGN = Σ_ik g_ik g_ik^T,   g_ik = J_i^T a_ik       sample i, column k of the root of the loss's curvature (`traces`)
-    P_ik = Σ_layers R (Σ_t g_t x_t^T) R'              a sketch of g_ik: <P_ik, P_jl> = <g_ik, g_jl> in expectation
+    GGN = Σ_ik g_ik g_ik^T,  g_ik = J_i^T a_ik      a_ik: column k of the root of the loss curvature at sample i
+    P_ik = Σ_layers R (Σ_t g_t x_t^T) R'            a random sketch of g_ik:  E <P_ik, P_jl> = <g_ik, g_jl>
+    P P^T c = e c   =>   u = Σ_ik c_ik g_ik / √e    approximates an eigenvector of GGN with eigenvalue e
 
-An eigenvector c of P P^T with the eigenvalue e gives one of the GGN, Σ c_ik g_ik / √e, and the sum of k of them is one
-backward pass. A start may be poor, but not wrong: so no more is asked of the sketch than to be cheap. In memory: WIDTH
-numbers for every position in a layer, as far as MOST_ENTRIES go, and WIDTH² for each of at most MOST_ROWS gradients.
+The trace computes all g_ik anyway, layer by layer. The sum of k vectors u is J^T times one cotangent per batch: one
+backward pass. An inaccurate start vector costs products, never correctness, so a small sketch is enough.
+
+Memory: WIDTH numbers for every position in a layer, at most MOST_ENTRIES in total, and WIDTH² numbers for each of at
+most MAX_SKETCHES gradients.
 """
 
 from __future__ import annotations
@@ -19,90 +22,117 @@ from torch import Tensor
 from curvmon.graph.linear_layers import MOST_ENTRIES, Layer
 
 WIDTH = 64
-"""of a sketch: WIDTH x WIDTH numbers"""
-MOST_ROWS = 1024
-"""gradients that are kept, the largest; their inner products are a matrix of that size"""
+"""a sketch has WIDTH x WIDTH numbers"""
+MAX_SKETCHES = 1024
+"""only the largest are kept; their Gram matrix has that size"""
 
 
-class _Projected(NamedTuple):
-    """A layer's inputs and the projection of its outputs, both to WIDTH numbers."""
+class GradientSketches(NamedTuple):
+    """Sketches of the gradients g_ik of one or several batches.
 
-    place: int
-    """of the layer among all"""
+    Attributes:
+        rows: one flat sketch per gradient, gradients x WIDTH².
+        origins: batch, column k and sample i of every gradient, gradients x 3.
+        roots: for every batch the columns a_ik, rank x samples x outputs.
+        weights: for every batch its weight in the loss.
+    """
+
+    rows: Tensor
+    origins: Tensor
+    roots: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+
+
+class _ProjectedLayer(NamedTuple):
+    """The inputs of a layer, projected to WIDTH numbers, and the matrix that projects its output gradients."""
+
+    number: int
+    """among all layers"""
     layer: Layer
     inputs: Tensor
     """samples x positions x WIDTH"""
-    onto: Tensor
+    outputs: Tensor
     """outputs x WIDTH"""
 
 
-class _Batch(NamedTuple):
-    columns: Tensor
-    """rank x samples x width"""
-    weight: float
+class GradientSketcher:
+    """Sketches the per-sample gradients of one batch, one column of the loss curvature at a time."""
 
-
-class Beginning:
-    """Sketches of the gradients g_ik of all batches, one column at a time."""
-
-    def __init__(self, k: int, generator: torch.Generator) -> None:
-        self._k = k
-        self._seed = int(torch.randint(2**62, (), generator=generator, device="cpu").item())
-        self._batches: list[_Batch] = []
-        self._projected: list[_Projected] = []
-        self._sketches: Tensor | None = None
-        self._origins = torch.zeros((0, 3), dtype=torch.long, device="cpu")
-        """batch, column and sample of every sketch"""
-
-    def open_batch(self, layers: Sequence[Layer], columns: Tensor, weight: float) -> bool:
-        """The layers of the next batch, the root of its curvature, its share of the loss; are its gradients wanted?"""
+    def __init__(self, layers: Sequence[Layer], columns: Tensor, weight: float, seed: int) -> None:
         samples = columns.shape[1]
-        if samples > MOST_ROWS:
-            return False
-        # the same projections for every batch: gradients of different ones are compared
-        generator = torch.Generator("cpu").manual_seed(self._seed)
-        self._batches.append(_Batch(columns, weight))
-        self._projected, entries = [], 0
-        for place, layer in reversed(list(enumerate(layers))):  # the last ones see the fewest positions
+        self._columns = columns
+        self._weight = weight
+        self._rows = columns.new_zeros((0, WIDTH**2))
+        self._origins = torch.zeros((0, 3), dtype=torch.long, device="cpu")
+        self._layers: list[_ProjectedLayer] = []
+        generator = torch.Generator("cpu").manual_seed(seed)
+        entries = 0
+        for number, layer in reversed(list(enumerate(layers))):  # the last ones have the fewest positions
             positions = layer.positions(samples)
             entries += positions * samples * WIDTH
             if entries > MOST_ENTRIES:
                 break
             if positions:
-                self._projected.append(_Projected(place, layer, *layer.projections(samples, WIDTH, generator)))
-        return bool(self._projected)
+                self._layers.append(_ProjectedLayer(number, layer, *layer.projections(samples, WIDTH, generator)))
 
     def add(self, column: int, gradients: Sequence[Tensor]) -> None:
-        """The gradients by the taps of all layers for one column of the batch."""
-        batch = self._batches[-1]
-        samples = batch.columns.shape[1]
-        total = batch.columns.new_zeros((samples, WIDTH, WIDTH))
-        for place, layer, inputs, onto in self._projected:
-            total.baddbmm_((layer.by_position(gradients[place], samples) @ onto).mT, inputs)
-        fresh = total.flatten(1) * batch.weight**0.5
-        origins = torch.tensor([(len(self._batches) - 1, column, i) for i in range(samples)], device="cpu")
-        sketches = fresh if self._sketches is None else torch.cat([self._sketches, fresh])
-        self._origins = torch.cat([self._origins, origins])
-        if len(sketches) > MOST_ROWS:
-            largest = torch.linalg.vector_norm(sketches, dim=1).topk(MOST_ROWS).indices
-            sketches, self._origins = sketches[largest], self._origins[largest.cpu()]
-        self._sketches = sketches
+        """Sketch the gradients of all samples for one column, given those w.r.t. the taps of all layers."""
+        if not self._layers:
+            return
+        samples = self._columns.shape[1]
+        total = self._columns.new_zeros((samples, WIDTH, WIDTH))
+        for number, layer, inputs, outputs in self._layers:
+            total.baddbmm_((layer.by_position(gradients[number], samples) @ outputs).mT, inputs)
+        origins = torch.tensor([(0, column, i) for i in range(samples)], device="cpu")
+        self._rows, self._origins = _largest(
+            torch.cat([self._rows, total.flatten(1) * self._weight**0.5]), torch.cat([self._origins, origins])
+        )
 
-    def cotangents(self, batches: int) -> list[Tensor] | None:
-        """For every batch, samples x outputs: what to pull back to the parameters. None where a batch is missing."""
-        self._projected = []  # they hold the activations
-        if self._sketches is None or len(self._batches) != batches:
-            return None
-        sketches = self._sketches.cpu().double()
-        values, vectors = torch.linalg.eigh(sketches @ sketches.T)
-        chosen = values[-self._k :] > 1e-6 * values[-1]
-        if not chosen.any():
-            return None
-        weights = (vectors[:, -self._k :] / values[-self._k :].sqrt())[:, chosen].sum(1)
-        found = []
-        for number, batch in enumerate(self._batches):
-            mine = self._origins[:, 0] == number
-            coefficients = weights.new_zeros(batch.columns.shape[:2])
-            coefficients[tuple(self._origins[mine, 1:].T)] = weights[mine] * batch.weight**0.5
-            found.append((batch.columns * coefficients.to(batch.columns).unsqueeze(2)).sum(0))
-        return found
+    def sketches(self) -> GradientSketches:
+        return GradientSketches(self._rows, self._origins, (self._columns,), (self._weight,))
+
+
+def sketcher_for(layers: Sequence[Layer], columns: Tensor, weight: float, seed: int | None) -> GradientSketcher | None:
+    """A sketcher of the gradients whose cotangents are `columns`, rank x samples x outputs.
+
+    Sketches of different batches are comparable if made with the same seed. None without a seed, or if already one
+    column has more gradients than may be kept.
+    """
+    if seed is None or columns.shape[1] > MAX_SKETCHES:
+        return None
+    return GradientSketcher(layers, columns, weight, seed)
+
+
+def joined(first: GradientSketches | None, second: GradientSketches | None) -> GradientSketches | None:
+    """The largest sketches of two sets of batches; None if one set has no sketches."""
+    if first is None or second is None:
+        return None
+    offset = torch.tensor([len(first.roots), 0, 0], device="cpu")
+    rows, origins = _largest(torch.cat([first.rows, second.rows]), torch.cat([first.origins, second.origins + offset]))
+    return GradientSketches(rows, origins, first.roots + second.roots, first.weights + second.weights)
+
+
+def start_cotangents(sketches: GradientSketches, k: int) -> list[Tensor] | None:
+    """For every batch c with Σ_b J_b^T c_b = the sum of k eigenvectors, samples x outputs; None without sketches."""
+    if not len(sketches.rows):
+        return None
+    rows = sketches.rows.cpu().double()
+    values, vectors = torch.linalg.eigh(rows @ rows.T)
+    significant = values[-k:] > 1e-6 * values[-1]
+    if not significant.any():
+        return None
+    coefficients = (vectors[:, -k:] / values[-k:].sqrt())[:, significant].sum(1)
+    cotangents = []
+    for batch, (columns, weight) in enumerate(zip(sketches.roots, sketches.weights)):
+        selected = sketches.origins[:, 0] == batch
+        dense = coefficients.new_zeros(columns.shape[:2])
+        dense[tuple(sketches.origins[selected, 1:].T)] = coefficients[selected] * weight**0.5
+        cotangents.append((columns * dense.to(columns).unsqueeze(2)).sum(0))
+    return cotangents
+
+
+def _largest(rows: Tensor, origins: Tensor) -> tuple[Tensor, Tensor]:
+    if len(rows) <= MAX_SKETCHES:
+        return rows, origins
+    largest = torch.linalg.vector_norm(rows, dim=1).topk(MAX_SKETCHES).indices
+    return rows[largest], origins[largest.cpu()]

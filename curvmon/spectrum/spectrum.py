@@ -1,4 +1,4 @@
-"""The ends of the spectrum of the loss Hessian by the parameters, its trace, and the same for its Gauss-Newton part."""
+"""Extremal eigenvalues and trace of the loss Hessian w.r.t. the parameters, and the top Gauss-Newton eigenvalue."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from curvmon.numerics import norm
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
-from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Found, Search
-from curvmon.spectrum.initial_block import Beginning
-from curvmon.spectrum.layer_agreement import Agreement
+from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Eigenpairs, EigenvalueSearch
 from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
 from curvmon.spectrum.stability_limit import stability_limit
-from curvmon.spectrum.trace import trace_of_parts
+from curvmon.spectrum.trace import LayerwiseError, TraceAndStart, layerwise_trace
 
 SYMMETRIC = 1e-3
-"""relative; rounding is 1e-6 in float32, a wrong double backward off by more"""
+"""relative; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
 
 
 def spectrum(
@@ -47,45 +45,51 @@ def spectrum(
     smallest: bool = True,
     on_product: Callable[[int], None] | None = None,
 ) -> Spectrum:
-    """The k largest eigenvalues of d²L/dθ² and the smallest, the top one of its Gauss-Newton part, and the trace.
+    """The k largest eigenvalues of H = d²L/dθ² and the smallest one, its trace, and the top Gauss-Newton eigenvalue.
 
-    By Lanczos' method with full reorthogonalisation: one Hessian-vector product a step, at most k + 20 vectors of the
-    size of the parameters in memory. θ are the parameters that require gradients. The model is as before afterwards; it
-    is measured in eval mode, in float32 or better.
+    Lanczos' method with full reorthogonalisation: one Hessian-vector product (HVP) per step, at most k + 20 vectors of
+    the size of the parameters in memory. θ are the parameters that require gradients. The model is measured in eval
+    mode, in float32 or better, and left as it was.
 
-    An eigenvalue is `converged` if ‖Hv - λv‖ is below `rtol` times its own magnitude, or below 1e-4 of the largest (the
-    smallest eigenvalue: `rtol` of the largest): then there is an eigenvalue that close. That none is missing is another
-    matter: a Krylov space holds one copy of a multiple eigenvalue, and one to which its start is nearly orthogonal
-    comes late. So with `verify` a second random start, orthogonal to what was found, looks for others, until one finds
-    nothing; otherwise a note says so.
+    An eigenvalue is `converged` if ‖Hv - λv‖ is below `rtol` |λ| or below 1e-4 of the largest magnitude (the smallest
+    eigenvalue: `rtol` of the largest magnitude). Then H has an eigenvalue that close. It does not follow that none is
+    missing: a Krylov space contains one copy of a multiple eigenvalue, and an eigenvector nearly orthogonal to its
+    start appears late. With `verify`, another random start, orthogonal to the eigenvectors, searches for others until
+    one finds nothing. Otherwise a note says so.
 
     Args:
         model: any module.
         batch: whatever `loss` takes.
         loss: `loss(model, batch)` returns a scalar tensor.
-        k: how many eigenvalues, counted from the largest in value (`Spectrum.largest_magnitude` is another thing).
-        ggn: also the top eigenvalue of the Gauss-Newton part, as a rule a few products more.
-        trace: also the trace: that of the Gauss-Newton part, exactly where the outputs are few, and ten random probes
-            for the rest (one if the network is piecewise linear: then there is none). Where the output is not known,
-            exactly on the Krylov space and by ten probes outside. Where the outputs are few, the same passes tell
-            roughly the leading eigenvectors of the Gauss-Newton part, and the search begins there: for one product
-            more, a few less in the search.
-        density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 products more.
-        start: an earlier result for the same parameters; its eigenvectors are where to begin. Or a flat vector. By
-            default, what the trace tells (see there), or the gradient.
-        seed: of the start vector and the probes.
-        optimizer: whose limit of stability to compare with; see `stability_limit`. Adam and the like cost some products
-            more, for the eigenvalue of the preconditioned Hessian.
-        groups: names or patterns of modules or parameters (["stem", "layer*"]), or a mapping of group names to such:
-            also the eigenvalues of each group's own block, and Φ, the share of curvature between the groups. Costs as
-            many products per group as for all parameters, cheaper ones, and ten more for Φ.
-        more_batches: others like `batch`; the Hessian is then that of the mean over all their samples. A product takes
-            one more forward and backward pass for each of them, but no more memory.
-        rtol: relative size of a residual that counts as converged.
-        max_hvps: stop before this many products for the eigenvalues; what has not converged by then says so.
-        verify: look for eigenvalues that are missing, at about the price of finding them.
-        smallest: go on until the smallest one has converged too; otherwise it is reported as far as it is known then.
-        on_product: called with 1 after every product, for a progress bar.
+        k: number of eigenvalues, the largest in value (`Spectrum.largest_magnitude` is the largest in magnitude).
+        ggn: also the top eigenvalue of the Gauss-Newton part, usually a few HVPs more.
+        trace: also the trace: exact for the Gauss-Newton part where the outputs are few, ten random probes for the rest
+            (one if the network is piecewise linear: then the rest is zero). If the output of the network is not known,
+            exact on the Krylov space, and ten probes for its complement. Where the outputs are few, the same backward
+            passes estimate the leading Gauss-Newton eigenvectors as a start vector: one HVP more, and fewer in the
+            search.
+        density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 HVPs more.
+        start: warm start: an earlier result for the same parameters, whose eigenvectors are used, or a flat vector. By
+            default the estimate of `trace`, or the gradient.
+        seed: for the random vectors of the search and of the trace.
+        optimizer: compare λ_1 with its largest stable sharpness, see `stability_limit`. Adaptive optimizers cost some
+            HVPs more, for the eigenvalue of the preconditioned Hessian.
+        groups: names or patterns of modules or parameters (["stem", "layer*"]), or a mapping from group names to such:
+            also the eigenvalues of each group's diagonal block, and Φ, the share of curvature between the groups. Costs
+            as many HVPs per group as for all parameters, but cheaper ones, and ten more for Φ.
+        more_batches: others like `batch`; H is then the Hessian of the mean loss over all samples. Each adds a forward
+            and a backward pass to every HVP, but no memory.
+        rtol: relative residual that counts as converged.
+        max_hvps: most HVPs for the eigenvalues; those that have not converged by then are marked.
+        verify: search for missing eigenvalues; costs about as much as the first search.
+        smallest: continue until the smallest eigenvalue has converged, too; otherwise it is the estimate at that point.
+        on_product: called with the number of HVPs as they are made, for a progress bar.
+
+    Raises:
+        InputError: if an argument makes no sense.
+        LossError: if the loss does not depend on the parameters, or is not deterministic.
+        DivergedError: if the loss is not finite.
+        NonFiniteError: if an HVP is not finite although the loss is.
 
     Example:
         >>> import torch, curvmon
@@ -107,74 +111,81 @@ def spectrum(
         if on_product is not None:
             operator.on_product = on_product
         generator = torch.Generator("cpu").manual_seed(seed)
-        search = Search(operator, k, rtol, max_hvps, generator, smallest)
-        # what makes the trace also tells where to begin, so it comes first
-        parts, first = _parts(operator, search, generator, k, start is None, notes) if trace else (None, None)
-        space = search.ends(_start(operator, start) if first is None else first)
-        total, stderr = math.nan, math.nan
-        if trace:
-            total, stderr = search.trace(space) if parts is None else parts
+        search = EigenvalueSearch(operator, k, rtol, max_hvps, generator, smallest)
+        estimate: TraceAndStart | None = None
+        # with few parameters, the probes of `deflated_trace` may span all directions
+        if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
+            try:
+                estimate = layerwise_trace(operator, generator, k if start is None else 0)
+            except LayerwiseError as error:
+                notes.append(f"trace by probes of the whole Hessian, so with a larger error: {error}")
+        first = None if estimate is None else estimate.start
+        space = search.krylov_space(_start_vector(operator, start) if first is None else first)
+        total = total_stderr = math.nan
+        if estimate is not None:
+            total, total_stderr = estimate.value, estimate.stderr
+        elif trace:
+            total, total_stderr = search.deflated_trace(space)
         if space.asymmetry > SYMMETRIC:
             notes.append(
-                f"suspect: products with H are not symmetric (by {space.asymmetry:.2g} of its norm), so some operation "
-                f"has a wrong double backward, and no number here is sure"
+                f"suspect: Hessian-vector products are not symmetric (by {space.asymmetry:.2g} of the norm of H): some "
+                f"operation has a wrong double backward, and none of these numbers is reliable"
             )
-        found, verified = search.verified(search.extract(space), verify)
-        converged = found.settled(rtol, k)
-        waited = converged if smallest else converged[:k]
-        if not waited.all():
-            notes.append(f"{int((~waited).sum())} of {len(waited)} values have not converged to rtol={rtol:g}")
+        pairs, verified = search.verified(search.extract(space), verify)
+        converged = pairs.converged(rtol, k)
+        required = converged if smallest else converged[:k]
+        if not required.all():
+            notes.append(f"{int((~required).sum())} of {len(required)} values have not converged to rtol={rtol:g}")
         elif not verified:
             notes.append(
-                "not verified: an eigenvalue of multiplicity two may be listed once, and one that the start vector "
-                "hardly sees be missed"
+                "not verified: an eigenvalue of multiplicity two may be listed once, and one whose eigenvector is "
+                "nearly orthogonal to the start vector may be missing"
             )
-        top_ggn = error = math.nan
+        ggn_eigenvalue = math.nan
         if ggn and operator.has_ggn:
-            top_ggn, settled = search.top(operator.ggn, found.vectors[0])
-            if not settled:
+            ggn_eigenvalue, ggn_converged = search.largest(operator.ggn, pairs.vectors[0])
+            if not ggn_converged:
                 notes.append(f"ggn_eigenvalue has not converged to rtol={rtol:g}")
-            sharpness = found.values[0].item()
-            error = abs(sharpness - top_ggn) / abs(sharpness) if sharpness else math.nan
         elif ggn:
             notes.append(
-                "ggn_eigenvalue is NaN: the output of the network is not known, or part of the loss does not pass "
-                "through it (no torch loss function was seen, or another term is written by hand)"
+                "ggn_eigenvalue is NaN: the output of the network is not known, or part of the loss bypasses it (no "
+                "torch loss function was called, or another term is written by hand)"
             )
         limit = ratio = math.nan
         if optimizer is not None:
-            limit, ratio, reason = _against_limit(search, operator, optimizer, found)
+            limit, ratio, reason = _compare_with_limit(search, operator, optimizer, pairs)
             notes.append(f"stability limit: {reason}")
         distribution = search.density() if density else None
         blocks = {
             name: group_spectrum(
-                operator, inside, k=k, rtol=rtol, max_hvps=max_hvps, verify=verify, generator=generator
+                operator, indices, k=k, rtol=rtol, max_hvps=max_hvps, verify=verify, generator=generator
             )
-            for name, inside in members.items()
+            for name, indices in members.items()
         }
         phi = phi_stderr = math.nan
         if members:
-            phi, phi_stderr = off_diagonal_share(operator, list(members.values()), found, generator)
-        unsettled = [name for name, block in blocks.items() if not block.converged.all()]
-        if unsettled:
-            notes.append(f"values of the groups {', '.join(unsettled)} have not converged to rtol={rtol:g}")
+            phi, phi_stderr = off_diagonal_share(operator, list(members.values()), pairs, generator)
+        unconverged = [name for name, block in blocks.items() if not block.converged.all()]
+        if unconverged:
+            notes.append(f"values of the groups {', '.join(unconverged)} have not converged to rtol={rtol:g}")
         if operator.custom_functions:
             notes.append(
-                f"custom autograd functions ({', '.join(operator.custom_functions)}): the numbers are right only if "
-                f"their backward can be differentiated"
+                f"custom autograd functions ({', '.join(operator.custom_functions)}): the results are correct only if "
+                f"their backward is differentiable"
             )
-    top = min(k, len(found.values))
+    top = min(k, len(pairs.values))
+    sharpness = pairs.values[0].item()
     return Spectrum(
-        eigenvalues=found.values[:top],
-        smallest=found.values[-1].item(),
-        residuals=found.residuals[:top],
+        eigenvalues=pairs.values[:top],
+        smallest=pairs.values[-1].item(),
+        residuals=pairs.residuals[:top],
         converged=converged[:top],
         smallest_converged=bool(converged[-1]),
-        eigenvectors=torch.stack(found.vectors[:top], dim=1),
-        ggn_eigenvalue=top_ggn,
-        ggn_error=error,
+        eigenvectors=torch.stack(pairs.vectors[:top], dim=1),
+        ggn_eigenvalue=ggn_eigenvalue,
+        ggn_error=abs(sharpness - ggn_eigenvalue) / abs(sharpness) if sharpness else math.nan,
         trace=total,
-        trace_stderr=stderr,
+        trace_stderr=total_stderr,
         density=distribution,
         stability_limit=limit,
         stability_ratio=ratio,
@@ -189,86 +200,46 @@ def spectrum(
     )
 
 
-def _parts(
-    operator: ParameterOperator, search: Search, generator: torch.Generator, k: int, begins: bool, notes: list[str]
-) -> tuple[tuple[float, float] | None, Tensor | None]:
-    """The trace by the parts of H and its standard error; and, if wanted, where the search begins.
-
-    None for the trace where these parts are not known, or where the probes of `Search.trace` may be all directions
-    there are; for the start where single samples have no gradients of their own.
-    """
-    if operator.size <= search.capacity + TRACE_PROBES or not operator.has_ggn:
-        return None, None
-    beginning = Beginning(k, generator) if begins else None
-    agreement = Agreement(operator)
-    by_probes = "trace by probes of the whole Hessian, so with a larger error: "
-    try:
-        found = trace_of_parts(agreement.watched(), generator, beginning)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        # the graph by layers runs modules apart from the model: a loss that differentiates by the parameters itself
-        # does not find them in it, and a module that relies on its surroundings may not run
-        found = None
-        reason = (str(error).strip().splitlines() or [""])[0]
-        notes.append(f"{by_probes}the layers cannot be looked at apart ({type(error).__name__}: {reason})")
-    if found is None:
-        return None, None
-    total, stderr, spent = found
-    operator.spend(spent)
-    if not agreement.holds():
-        notes.append(
-            f"{by_probes}the layers do not make up the network (a parameter acts elsewhere than in its layer, or the "
-            f"model computes something else in every forward pass)"
-        )
-        return None, None
-    cotangents = None if beginning is None else beginning.cotangents(operator.batches)
-    if cotangents is None:
-        return (total, stderr), None
-    operator.spend(1)  # a backward pass and the sketches, together less than a product
-    return (total, stderr), operator.pullback(cotangents)
-
-
-def _against_limit(
-    search: Search, operator: ParameterOperator, optimizer: torch.optim.Optimizer, found: Found
+def _compare_with_limit(
+    search: EigenvalueSearch, operator: ParameterOperator, optimizer: torch.optim.Optimizer, pairs: Eigenpairs
 ) -> tuple[float, float, str]:
-    """The limit, λ_1 over it, and which limit it is; for a preconditioner P, λ_1 is that of P^-1/2 H P^-1/2."""
+    """The largest stable sharpness, λ_1 / limit, and the formula; with a preconditioner P, λ_1 of P^-1/2 H P^-1/2."""
     rule = stability_limit(optimizer)
     if math.isnan(rule.limit):
         return math.nan, math.nan, rule.reason
-    moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if all(id(p) in moved for p in operator.originals) and rule.preconditioner is None:
-        return rule.limit, found.values[0].item() / rule.limit, rule.reason
-    # a parameter that the optimizer does not move cannot make it unstable
-    weights = rule.preconditioner or {p: torch.ones_like(p) for p in operator.originals if id(p) in moved}
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if all(id(p) in updated for p in operator.originals) and rule.preconditioner is None:
+        return rule.limit, pairs.values[0].item() / rule.limit, rule.reason
+    # a parameter that the optimizer does not update cannot make it unstable
+    weights = rule.preconditioner or {p: torch.ones_like(p) for p in operator.originals if id(p) in updated}
     root = operator.flat(weights, math.inf).rsqrt()
     if not root.any():
-        return rule.limit, math.nan, "the optimizer moves none of these parameters"
+        return rule.limit, math.nan, "the optimizer updates none of these parameters"
     decay = operator.flat(rule.decay, 0.0)
-    start = torch.where(root > 0, found.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
+    start = torch.where(root > 0, pairs.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
     length = torch.linalg.vector_norm(start).clamp_min(torch.finfo(start.dtype).tiny)
 
     def preconditioned(z: Tensor) -> Tensor:
         return root * (operator.hessian(root * z) + decay * root * z)
 
-    top, converged = search.top(preconditioned, start / length)
+    top, converged = search.largest(preconditioned, start / length)
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
 
-def _start(operator: ParameterOperator, earlier: Spectrum | Tensor | None) -> Tensor | None:
-    if earlier is None:
-        # the gradient of a trained network lies mostly along the sharpest directions, and is known already
+def _start_vector(operator: ParameterOperator, start: Spectrum | Tensor | None) -> Tensor | None:
+    if start is None:
+        # the gradient of a trained network lies mostly in the span of the leading eigenvectors, and costs nothing
         return operator.gradient if operator.gradient.any() else None
-    if isinstance(earlier, Tensor):
-        if earlier.shape != (operator.size,):
-            raise InputError(f"start= has shape {tuple(earlier.shape)}, the parameters are {operator.size} numbers")
-        if not 0 < norm(earlier) < math.inf:
-            raise InputError("start= has no direction: it is zero or not finite; leave it out")
-        return earlier.to(operator.template)
-    if not isinstance(earlier, Spectrum):
-        raise InputError(f"start= takes an earlier Spectrum or a flat tensor, not {type(earlier).__name__}")
-    if earlier.parameters == operator.names and not earlier.eigenvectors.numel():
-        raise InputError("start= has no eigenvectors (they were left out, or lost in to_dict); leave it out")
-    if earlier.parameters != operator.names or len(earlier.eigenvectors) != operator.size:
-        raise InputError("start= is the spectrum of another model, or of other parameters; leave it out")
-    return earlier.start_vector().to(operator.template)
+    if isinstance(start, Tensor):
+        if start.shape != (operator.size,):
+            raise InputError(f"start= has shape {tuple(start.shape)}, the parameters are {operator.size} numbers")
+        if not 0 < norm(start) < math.inf:
+            raise InputError("start= has no direction: it is zero or not finite; omit it")
+        return start.to(operator.template)
+    if not isinstance(start, Spectrum):
+        raise InputError(f"start= takes an earlier Spectrum or a flat tensor, not {type(start).__name__}")
+    if start.parameters == operator.names and not start.eigenvectors.numel():
+        raise InputError("start= has no eigenvectors (dropped by without_vectors or to_dict); omit it")
+    if start.parameters != operator.names or len(start.eigenvectors) != operator.size:
+        raise InputError("start= is the spectrum of another model, or of other parameters; omit it")
+    return start.start_vector().to(operator.template)

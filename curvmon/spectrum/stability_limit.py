@@ -1,12 +1,14 @@
-"""How much curvature an optimizer bears: above the limit, a step along the sharpest direction overshoots and grows.
+"""The largest stable sharpness of an optimizer: above it, steps along the top eigenvector overshoot and grow.
 
     SGD                      λ_1 < 2 / lr
     with momentum β          λ_1 < 2 (1 + β) / lr            Nesterov: 2 (1 + β) / ((1 + 2β) lr)
-    Adam, RMSprop, …         λ_1 of D^-1/2 H D^-1/2, D the square root of their second moments
+    Adam, AdamW              λ_1 of D^-1/2 H D^-1/2 < 2 (1 + β1) / ((1 - β1) lr)
+    RMSprop                  λ_1 of D^-1/2 H D^-1/2 < 2 (1 + momentum) / lr          Adagrad: 2 / lr
 
-for a quadratic loss and full batches. Weight decay that is added to the gradient (not AdamW's) adds to H; dampening
-scales the gradient down. Cohen et al. (2021; 2022) found that training with full batches drives λ_1 to this limit and
-keeps it there, the edge of stability. The limits follow from the roots of the update's characteristic polynomial.
+for a quadratic loss and full batches; D = sqrt(second moments) + eps. The limits follow from the roots of the update's
+characteristic polynomial. Weight decay that is added to the gradient (not AdamW's) adds to H; dampening scales the
+gradient down. Full-batch gradient descent drives λ_1 to its limit and keeps it there, at the edge of stability (Cohen
+et al. 2021); adaptive methods do so with the preconditioned λ_1 (Cohen et al. 2022).
 """
 
 from __future__ import annotations
@@ -23,30 +25,39 @@ from torch import Tensor
 from curvmon.errors import InputError
 
 NEGLIGIBLE = 1e-4
-"""of the usual size of gradients"""
+"""compared with the median size of gradients"""
 
 
 @dataclass(frozen=True, eq=False)
 class StabilityLimit:
-    """The largest stable eigenvalue: of H, or where `preconditioner` is given, of P^-1/2 H P^-1/2."""
+    """The largest stable sharpness: λ_1 of H, or, with a preconditioner P, λ_1 of P^-1/2 (H + decay) P^-1/2.
+
+    Attributes:
+        limit: the largest stable eigenvalue; NaN if no limit is known.
+        reason: the formula, or why there is none.
+        preconditioner: for each parameter that the optimizer updates, the diagonal of P in its shape.
+        decay: for each parameter with weight decay, what that adds to the diagonal of H.
+    """
 
     limit: float
-    """NaN where none is known"""
     reason: str
-    """which formula, or why there is none"""
     preconditioner: Mapping[Tensor, Tensor] | None = None
-    """the diagonal of P for each parameter that is moved, in its shape"""
     decay: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    """what weight decay adds to the diagonal of H"""
 
 
 def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
-    """Which limit applies to an optimizer in its present state.
+    """The largest stable sharpness of an optimizer in its current state.
 
-    Learning rates that differ between groups become part of the preconditioner (P is then a diagonal over lr, and the
-    limit that of a learning rate of one), and so does weight decay. Adam-like optimizers need to have taken a step:
-    before it there are no second moments. Parameters that are not moved (a learning rate of zero, no gradient yet) are
-    left out.
+    The learning rates of adaptive optimizers, and those that differ between parameter groups, become part of the
+    preconditioner: P = D / lr, and the limit is that of a learning rate of one. Weight decay adds to the diagonal of H.
+    Adaptive optimizers have no second moments, and no limit, before their first step. Parameters that are not updated
+    (a learning rate of zero, no gradient yet) are skipped.
+
+    Args:
+        optimizer: SGD, Adam, AdamW, RMSprop or Adagrad of torch, or a subclass; others have no limit (NaN).
+
+    Raises:
+        InputError: if it is not a torch optimizer.
 
     Example:
         >>> import torch, curvmon
@@ -56,7 +67,7 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"stability_limit takes a torch optimizer, not {type(optimizer).__name__}")
-    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _KNOWN), None)
+    kind = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in _RULES), None)
     if kind is None:
         return _unknown(f"no limit is known for {type(optimizer).__name__}")
     factors: set[float] = set()
@@ -68,8 +79,8 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
             return _unknown("the optimizer maximises")
         rate = float(group["lr"])
         if rate <= 0:
-            continue  # does not move
-        factor, reason = _KNOWN[kind](group)
+            continue  # not updated
+        factor, reason = _RULES[kind](group)
         if math.isnan(factor):
             return _unknown(reason)
         factors.add(factor)
@@ -81,7 +92,7 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
                 if kind != "AdamW" and group["weight_decay"] and not group.get("decoupled_weight_decay"):
                     decays[parameter] = torch.full_like(parameter, float(group["weight_decay"]))
     if not factors:
-        return _unknown("the learning rate is zero: nothing moves")
+        return _unknown("the learning rate is zero: no parameter is updated")
     if not scales:
         return _unknown(f"{type(optimizer).__name__} has not taken a step yet: it has no second moments")
     if len(factors) > 1:
@@ -93,21 +104,21 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
     for parameter in idle:
         del scales[parameter]
     if idle:
-        reason += f" ({len(idle)} tensors with vanishing gradients left out)"
-    still = len(scales) < sum(len(group["params"]) for group in optimizer.param_groups)
-    if kind == "SGD" and len(rates) == 1 and not decays and not still:
+        reason += f" ({len(idle)} tensors with vanishing gradients skipped)"
+    all_updated = len(scales) == sum(len(group["params"]) for group in optimizer.param_groups)
+    if kind == "SGD" and len(rates) == 1 and not decays and all_updated:
         return StabilityLimit(factor / rates.pop(), reason)
     return StabilityLimit(factor, f"{reason}, of the Hessian preconditioned by the optimizer", scales, decays)
 
 
 def _idle(scales: Mapping[Tensor, Tensor]) -> list[Tensor]:
-    """Parameters whose gradients vanish beside the others': a bias in front of batch norm, which training cancels.
+    """Parameters whose gradients are negligible compared with the others', such as a bias before batch norm.
 
-    Their second moments are rounding, and dividing by them would make them the sharpest of all.
+    Their second moments are rounding errors; divided by them, their curvature would appear as the largest of all.
     """
     sizes = {parameter: scale.square().mean().sqrt().item() for parameter, scale in scales.items()}
-    usual = statistics.median(sizes.values())
-    return [parameter for parameter, size in sizes.items() if size < NEGLIGIBLE * usual]
+    median = statistics.median(sizes.values())
+    return [parameter for parameter, size in sizes.items() if size < NEGLIGIBLE * median]
 
 
 def _unknown(reason: str) -> StabilityLimit:
@@ -120,7 +131,7 @@ def _sgd(group: Mapping[str, Any]) -> tuple[float, str]:
         return 2.0, "2 / lr"
     if damped < 0:
         # one root of z² - (1 + β - lr (1 - dampening) λ) z + β is above one for every λ > 0
-        return math.nan, "no limit is known for a dampening above one: momentum goes uphill"
+        return math.nan, "no limit is known for a dampening above one: momentum ascends"
     if group["nesterov"]:
         return 2 * (1 + beta) / (1 + 2 * beta), "2 (1 + β) / ((1 + 2β) lr), Nesterov momentum"
     return 2 * (1 + beta) / damped if damped else math.inf, "2 (1 + β) / lr, momentum"
@@ -140,7 +151,7 @@ def _adagrad(group: Mapping[str, Any]) -> tuple[float, str]:
     return 2.0, "2 / lr"
 
 
-_KNOWN: dict[str, Any] = {
+_RULES: dict[str, Any] = {
     "SGD": _sgd,
     "Adam": _adam,
     "AdamW": _adam,
@@ -150,16 +161,16 @@ _KNOWN: dict[str, Any] = {
 
 
 def _divisor(kind: str, group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:
-    """What the gradient is divided by, in the shape of the parameter; None before its first step."""
+    """The diagonal of D in the shape of the parameter; None before its first step."""
     if kind == "SGD":
         return torch.ones_like(parameter.detach())
     eps = float(group["eps"])
     if kind == "Adagrad":
         steps = float(state.get("step", 0))
         if not steps:
-            return None  # its sum starts before the first step, but says nothing then
-        slowed: Tensor = (state["sum"].sqrt() + eps) * (1 + (steps - 1) * float(group["lr_decay"]))
-        return slowed
+            return None  # its sum exists before the first step, but holds no gradient yet
+        decayed: Tensor = (state["sum"].sqrt() + eps) * (1 + (steps - 1) * float(group["lr_decay"]))
+        return decayed
     name = "square_avg" if kind == "RMSprop" else "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
     if name not in state:
         return None

@@ -1,13 +1,13 @@
-"""The trace of the Hessian as that of its two parts, tr H = tr GGN + tr T.
+"""The trace of the Hessian from its Gauss-Newton and its tensor part, tr H = tr GGN + tr T.
 
-    tr GGN = Σ_ik ‖J_i^T a_ik‖²        a_ik the columns of the root of the loss's curvature at sample i: a backward pass
-                                       for column k of all samples, and the size of each sample's own gradient
-    tr T   = E <c, D² out [z, z]>      z random with E z z^T = 1, c = dL/d out
+    tr GGN = Σ_ik ‖J_i^T a_ik‖²       a_ik: column k of the root of the loss curvature at sample i. One backward pass
+                                      per column for all samples; the norm of every sample's own gradient
+    tr T   = E <c, D² out [z, z]>     c = dL/d out, E z z^T = 1: Girard (1989), Hutchinson (1989)
 
-The first is exact where the outputs are few and samples do not interact. Of the second only blocks on the diagonal
-count. Between a layer's parameters and its own input lies most of T, and none of its trace: with f = A(x) θ, the
-derivatives are taken by f at a constant x (see `layers`). What is left is what the activations bend; in a network of
-ReLUs, nothing, and one probe proves it.
+The first is exact where the outputs are few and the samples do not interact. For the second only diagonal blocks
+count. Most of T couples a layer's parameters with the layer's own input and does not contribute to the trace: with
+f = A(x) θ, derivatives are taken w.r.t. f at constant x (`linear_layers`). What remains comes from the curvature of the
+activations. A piecewise linear network has none, and a single probe shows it.
 """
 
 from __future__ import annotations
@@ -23,77 +23,136 @@ from curvmon.graph.autograd import differentiate, product
 from curvmon.graph.linear_layers import LayeredGraph
 from curvmon.graph.loss_curvature import Layout, dense_factor, sketch
 from curvmon.numerics import gaussian, norm_squared, precise, small_sample_factor
-from curvmon.spectrum.initial_block import Beginning
+from curvmon.operators.parameter_hessian import ParameterOperator
+from curvmon.spectrum.initial_block import GradientSketches, joined, sketcher_for, start_cotangents
+from curvmon.spectrum.layer_check import LayerCheck
 
 MOST_COLUMNS = 24
 """outputs per sample up to which tr GGN is exact: one backward pass each"""
 SKETCHES = 10
 PROBES = 10
 CHECKS = 4
-"""backward passes: two whether samples interact, two whether the layers make up the network (`agreement`)"""
+"""backward passes: two test whether samples interact, two whether the layers make up the network (`LayerCheck`)"""
 PASSES_PER_PRODUCT = 3
-"""A product with H differentiates a forward and a backward pass, twice the work of both, six forward passes; a backward
-pass is two. Measured, it is less (docs/spectrum-table.md)."""
+"""A Hessian-vector product differentiates a forward and a backward pass and costs twice as much as both: six forward
+passes. A backward pass costs two. Measured, it is less (docs/spectrum-table.md)."""
 
 
-class Part(NamedTuple):
-    """An estimate, its standard error, and what it took."""
+class TraceEstimate(NamedTuple):
+    """An estimate of a trace.
+
+    Attributes:
+        value: the estimate.
+        stderr: its standard error.
+        products: its cost in Hessian-vector products.
+        sketches: of the per-sample gradients on the way, if asked for and if every sample has its own gradient.
+    """
 
     value: float
     stderr: float
-    backward_passes: int = 0
-    products: int = 0
+    products: int
+    sketches: GradientSketches | None = None
+
+
+class TraceAndStart(NamedTuple):
+    """tr H with its standard error, its cost in products, and a start vector for the eigenvalue search, or None."""
+
+    value: float
+    stderr: float
+    products: int
+    start: Tensor | None
+
+
+class LayerwiseError(Exception):
+    """The layers of this network cannot be differentiated one by one; the message says why."""
+
+
+def layerwise_trace(operator: ParameterOperator, generator: torch.Generator, k: int) -> TraceAndStart | None:
+    """tr H, and the sum of the k leading eigenvectors of Gauss-Newton as a start vector (`k` 0: none).
+
+    The operator counts the products. None if the curvature of the loss has no known factor.
+
+    Raises:
+        LayerwiseError: if the layers cannot be run one by one, or do not make up the network.
+    """
+    check = LayerCheck(operator)
+    try:
+        estimate = trace_of_parts(check.graphs(), generator, sketched=k > 0)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        # layers run outside the model: a loss that differentiates w.r.t. the parameters does not find them in the
+        # graph, and a module that relies on its parent may not run
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise LayerwiseError(f"the layers cannot be run one by one ({type(error).__name__}: {reason})") from error
+    if estimate is None:
+        return None
+    operator.spend(estimate.products)
+    if not check.passed():
+        raise LayerwiseError(
+            "the layers do not make up the network (a parameter is used outside its layer, or the model computes "
+            "something else in every forward pass)"
+        )
+    cotangents = None if estimate.sketches is None else start_cotangents(estimate.sketches, k)
+    if cotangents is None:
+        return TraceAndStart(estimate.value, estimate.stderr, estimate.products, None)
+    operator.spend(1)  # one backward pass and the sketches: less than a product
+    return TraceAndStart(estimate.value, estimate.stderr, estimate.products + 1, operator.pullback(cotangents))
 
 
 def trace_of_parts(
-    graphs: Iterable[tuple[float, LayeredGraph]], generator: torch.Generator, beginning: Beginning | None = None
-) -> tuple[float, float, int] | None:
-    """tr H of the weighted sum of some losses, its standard error, and how many products with H it was worth.
-
-    `beginning` is shown the gradients on the way, where every sample has its own.
-    """
-    total = variance = spent = 0.0
-    for weight, layered in graphs:
-        curved = gauss_newton_trace(layered, generator, beginning, weight)
-        if curved is None:
+    graphs: Iterable[tuple[float, LayeredGraph]], generator: torch.Generator, sketched: bool = False
+) -> TraceEstimate | None:
+    """tr H of a weighted sum of losses. `sketched`: also sketches of the gradients, if all losses have them."""
+    seed = int(torch.randint(2**62, (), generator=generator, device="cpu").item()) if sketched else None
+    total = variance = 0.0
+    products = 0
+    sketches: GradientSketches | None = None
+    for number, (weight, layered) in enumerate(graphs):
+        ggn = gauss_newton_trace(layered, generator, weight, seed)
+        if ggn is None:
             return None
-        bent = remainder_trace(layered, generator)
-        total += weight * (curved.value + bent.value)
-        variance += weight**2 * (curved.stderr**2 + bent.stderr**2)
+        remainder = remainder_trace(layered, generator)
+        total += weight * (ggn.value + remainder.value)
+        variance += weight**2 * (ggn.stderr**2 + remainder.stderr**2)
         # a product passes through all losses, and counts once
-        spent = max(spent, bent.products + math.ceil(curved.backward_passes / PASSES_PER_PRODUCT))
-    return total, math.sqrt(variance), int(spent)
+        products = max(products, remainder.products + ggn.products)
+        sketches = joined(sketches, ggn.sketches) if number else ggn.sketches
+    return TraceEstimate(total, math.sqrt(variance), products, sketches)
 
 
 def gauss_newton_trace(
-    layered: LayeredGraph, generator: torch.Generator, beginning: Beginning | None = None, share: float = 1.0
-) -> Part | None:
-    """None where the loss has no root that is known, or a negative curvature that cannot be taken apart."""
+    layered: LayeredGraph, generator: torch.Generator, weight: float = 1.0, sketch_seed: int | None = None
+) -> TraceEstimate | None:
+    """tr GGN of one loss; `weight` scales the sketches alone.
+
+    None if the curvature of the loss has no known factor, or is indefinite where samples interact.
+    """
     graph = layered.graph
     layout = Layout(graph.outputs, layered.samples, 0)
     if not layout.fits:
         return None
     slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
 
-    def curved(tangents: Sequence[Tensor]) -> list[Tensor]:
+    def loss_curvature(tangents: Sequence[Tensor]) -> list[Tensor]:
         return product(slopes, graph.output_taps, tangents)
 
-    factor = dense_factor(layout, curved, graph.outputs[0].detach()) if layout.width <= MOST_COLUMNS else None
+    factor = dense_factor(layout, loss_curvature, graph.outputs[0].detach()) if layout.width <= MOST_COLUMNS else None
     if factor is not None:
-        columns = [layout.tensors(column) for column in factor.columns]
-        apart = _separable(layered, layout, layout.tensors(_mixed(factor.columns)))
-        if len(apart) == len(layered.layers) and not layered.rest:
+        separable = _separable_layers(layered, layout, layout.tensors(_combined(factor.columns)))
+        if len(separable) == len(layered.layers) and not layered.rest:
             total = 0.0
-            shown = beginning if beginning and beginning.open_batch(layered.layers, factor.columns, share) else None
+            sketcher = sketcher_for(layered.layers, factor.columns, weight, sketch_seed)
             for number, (column, signs) in enumerate(zip(factor.columns, factor.signs.T)):
                 for sign in (1, -1):
-                    if (weight := (signs == sign).to(column)).any():
-                        gradients = layered.gradients(layout.tensors(column * weight.unsqueeze(1)))
-                        total += sign * _sizes(layered, apart, gradients)
-                        if shown is not None and sign > 0:  # where S is negative there are no large eigenvalues
-                            shown.add(number, gradients)
+                    if (mask := (signs == sign).to(column)).any():
+                        gradients = layered.gradients(layout.tensors(column * mask.unsqueeze(1)))
+                        total += sign * _squared_norm(layered, separable, gradients)
+                        if sketcher is not None and sign > 0:  # negative curvature has no large eigenvalues
+                            sketcher.add(number, gradients)
             eps = torch.finfo(factor.columns.dtype).eps
-            return Part(total, 10 * eps * abs(total), len(columns) + CHECKS)
+            sketches = None if sketcher is None else sketcher.sketches()
+            return TraceEstimate(total, 10 * eps * abs(total), _as_products(len(factor.columns)), sketches)
         if (factor.signs < 0).any():
             return None
 
@@ -102,21 +161,21 @@ def gauss_newton_trace(
             return layout.tensors((factor.columns * signs.unsqueeze(2)).sum(0))
 
     else:
-        root = sketch(layout, graph.outputs, curved)
+        root = sketch(layout, graph.outputs, loss_curvature)
         if root is None:
             return None
-        apart = _separable(layered, layout, root.draw(generator))
+        separable = _separable_layers(layered, layout, root.draw(generator))
 
         def draw() -> list[Tensor]:
             return root.draw(generator)
 
     samples = torch.tensor(
-        [_sizes(layered, apart, layered.gradients(draw())) for _ in range(SKETCHES)], dtype=torch.float64
+        [_squared_norm(layered, separable, layered.gradients(draw())) for _ in range(SKETCHES)], dtype=torch.float64
     )
-    return Part(samples.mean().item(), _standard_error(samples), SKETCHES + CHECKS)
+    return TraceEstimate(samples.mean().item(), _standard_error(samples), _as_products(SKETCHES))
 
 
-def remainder_trace(layered: LayeredGraph, generator: torch.Generator) -> Part:
+def remainder_trace(layered: LayeredGraph, generator: torch.Generator) -> TraceEstimate:
     """tr T by random probes; exactly zero if the network is piecewise linear in every layer's parameters."""
     graph = layered.graph
     variables = [*(layer.tap for layer in layered.layers), *layered.rest]
@@ -135,42 +194,46 @@ def remainder_trace(layered: LayeredGraph, generator: torch.Generator) -> Part:
             vectors = [*(layer.tangent(entries) for layer in layered.layers), *(entries(p) for p in layered.rest)]
         images = product(slopes, variables, vectors)
         if not samples and not any(image.any() for image in images):
-            return Part(0.0, 0.0, products=1)  # T z = 0 for a random z: T = 0
+            return TraceEstimate(0.0, 0.0, products=1)  # T z = 0 for a random z: T = 0
         samples.append(sum((precise(z) * precise(image)).sum().item() for z, image in zip(vectors, images)))
     values = torch.tensor(samples, dtype=torch.float64)
-    return Part(values.mean().item(), _standard_error(values), products=PROBES)
+    return TraceEstimate(values.mean().item(), _standard_error(values), products=PROBES)
 
 
-def _mixed(columns: Tensor) -> Tensor:
-    """A random combination of all columns: samples may interact in one of them alone."""
+def _combined(columns: Tensor) -> Tensor:
+    """A random combination of all columns: samples may interact in a single one."""
     weights = gaussian(columns[:, 0, 0], 1, torch.Generator("cpu").manual_seed(0))
     return (columns * weights.unsqueeze(2)).sum(0)
 
 
-def _separable(layered: LayeredGraph, layout: Layout, column: list[Tensor]) -> list[int]:
-    """The layers whose gradients have a row for every sample: weights of the samples become weights of the rows."""
+def _separable_layers(layered: LayeredGraph, layout: Layout, column: list[Tensor]) -> list[int]:
+    """The layers in which samples do not interact: weights on the samples become weights on the gradient's rows."""
     generator = torch.Generator("cpu").manual_seed(0)
     weights = 2.0 ** (torch.randperm(layout.samples, generator=generator, device="cpu") % 9 - 4)
     rows = layout.rows(column)
     taps = [layer.tap for layer in layered.layers]
     plain = product(layered.graph.outputs, taps, column)
-    scaled = product(layered.graph.outputs, taps, layout.tensors(rows * weights.to(rows).unsqueeze(1)))
-    found = []
-    for i, (layer, one, other) in enumerate(zip(layered.layers, plain, scaled)):
+    weighted = product(layered.graph.outputs, taps, layout.tensors(rows * weights.to(rows).unsqueeze(1)))
+    separable = []
+    for i, (layer, one, other) in enumerate(zip(layered.layers, plain, weighted)):
         if not layer.rows(layout.samples):
             continue
         each = weights.to(one).repeat_interleave(len(one) // layout.samples).reshape(-1, *[1] * (one.ndim - 1))
         if norm_squared(other - each * one) <= (10 * torch.finfo(one.dtype).eps) ** 2 * norm_squared(other):
-            found.append(i)
-    return found
+            separable.append(i)
+    return separable
 
 
-def _sizes(layered: LayeredGraph, apart: list[int], gradients: list[Tensor]) -> float:
-    """‖J^T c‖², the samples apart in those layers where they can be told apart."""
+def _squared_norm(layered: LayeredGraph, separable: list[int], gradients: list[Tensor]) -> float:
+    """Σ_i ‖J_i^T c_i‖² over the samples in separable layers, ‖J^T c‖² over all samples together in the others."""
     total = sum(norm_squared(g) for g in gradients[len(layered.layers) :])
     for i, (layer, gradient) in enumerate(zip(layered.layers, gradients)):
-        total += layer.squared_norm(gradient, layered.samples if i in apart else 1)
+        total += layer.squared_norm(gradient, layered.samples if i in separable else 1)
     return total
+
+
+def _as_products(backward_passes: int) -> int:
+    return math.ceil((backward_passes + CHECKS) / PASSES_PER_PRODUCT)
 
 
 def _standard_error(samples: Tensor) -> float:

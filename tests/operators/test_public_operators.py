@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -244,6 +245,12 @@ def test_scipy_sees_the_same_products_in_single_precision(linalg: Any, model: nn
 
 
 def test_missing_scipy_is_named(monkeypatch: pytest.MonkeyPatch, model: nn.Sequential, batch: Batch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.sparse", None)
+    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
     with hessian(model, batch, loss=loss) as operator, pytest.raises(ImportError, match="pip install scipy"):
         operator.as_linear_operator()
+
+
+def test_importing_curvmon_does_not_import_scipy() -> None:
+    code = "import curvmon, sys; print('scipy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""Where a search begins: sketches of per-sample gradients against the gradients themselves."""
+"""The start vector of the search: sketches of per-sample gradients against the gradients themselves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.func import functional_call
 
 import curvmon
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
-from curvmon.spectrum import initial_block as beginning
-from curvmon.spectrum.initial_block import Beginning
+from curvmon.spectrum import initial_block
+from curvmon.spectrum.initial_block import GradientSketches, start_cotangents
 from curvmon.spectrum.trace import gauss_newton_trace, trace_of_parts
-from tests.spectrum.test_spectrum import dense
+from tests.helpers.spectrum_cases import dense_hessian
 
 SAMPLES, CLASSES = 6, 3
 
@@ -57,11 +57,15 @@ def dense_ggn(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return torch.einsum("bip,bij,bjq->pq", jacobian, curvature, jacobian)
 
 
-def begun(operator: ParameterOperator, k: int, seed: int) -> Beginning:
-    generator = torch.Generator().manual_seed(seed)
-    found = Beginning(k, generator)
-    assert trace_of_parts(operator.layered(), generator, found) is not None
-    return found
+def sketches_of(operator: ParameterOperator, seed: int) -> GradientSketches | None:
+    estimate = trace_of_parts(operator.layered(), torch.Generator().manual_seed(seed), sketched=True)
+    assert estimate is not None
+    return estimate.sketches
+
+
+def cotangents_of(operator: ParameterOperator, k: int, seed: int) -> list[Tensor] | None:
+    sketches = sketches_of(operator, seed)
+    return None if sketches is None else start_cotangents(sketches, k)
 
 
 def test_inner_products_of_sketches_are_those_of_gradients() -> None:
@@ -71,14 +75,12 @@ def test_inner_products_of_sketches_are_those_of_gradients() -> None:
         ((_, layered),) = operator.layered()
         grams = []
         for seed in range(200):
-            generator = torch.Generator().manual_seed(seed)
-            found = Beginning(1, generator)
-            gauss_newton_trace(layered, generator, found)
-            assert found._sketches is not None
-            grams.append(found._sketches @ found._sketches.T)
-        columns = found._batches[0].columns
+            estimate = gauss_newton_trace(layered, torch.Generator(), sketch_seed=seed)
+            assert estimate is not None and estimate.sketches is not None
+            grams.append(estimate.sketches.rows @ estimate.sketches.rows.T)
+        (columns,) = estimate.sketches.roots
         gradients = []
-        for _, column, sample in found._origins.tolist():
+        for _, column, sample in estimate.sketches.origins.tolist():
             rows = torch.zeros_like(columns[0])
             rows[sample] = columns[column, sample]
             gradients.append(operator.pullback([rows]))
@@ -90,10 +92,10 @@ def test_inner_products_of_sketches_are_those_of_gradients() -> None:
 
 
 def share_of_leading(model: nn.Module, batch: list[Tensor], seed: int) -> tuple[float, float]:
-    """How much of the start's square lies along the first three eigenvectors of Gauss-Newton, and of the gradient's."""
+    """The share of ‖v‖² in the span of the three leading Gauss-Newton eigenvectors, v the start and the gradient."""
     leading = torch.linalg.eigh(dense_ggn(model, batch)).eigenvectors[:, -3:]
     with open_parameters(model, [batch], loss=loss) as operator:
-        cotangents = begun(operator, 3, seed).cotangents(1)
+        cotangents = cotangents_of(operator, 3, seed)
         assert cotangents is not None
         start, gradient = operator.pullback(cotangents), operator.gradient
     shares = [((leading.T @ v).square().sum() / v.square().sum()).item() for v in (start, gradient)]
@@ -101,70 +103,70 @@ def share_of_leading(model: nn.Module, batch: list[Tensor], seed: int) -> tuple[
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_start_lies_along_the_leading_eigenvectors(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the gradient does, and all of it if the sketch is wide: what is missing falls with the width."""
+def test_start_lies_in_the_leading_eigenspace(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger share than that of the gradient, and above 95 % if the sketch is wide."""
     model, batch = make()
     narrow, gradient = share_of_leading(model, batch, seed)
     assert narrow > gradient
-    monkeypatch.setattr(beginning, "WIDTH", 8 * beginning.WIDTH)
+    monkeypatch.setattr(initial_block, "WIDTH", 8 * initial_block.WIDTH)
     wide, _ = share_of_leading(model, batch, seed)
     assert wide > 0.95
 
 
-def test_batches_begin_where_all_samples_together_do() -> None:
+def test_start_of_several_batches_is_that_of_one() -> None:
     model, batch = make()
     parts = [[t[:2] for t in batch], [t[2:] for t in batch]]
     starts = []
     for batches in ([batch], parts):
         with open_parameters(model, batches, loss=loss) as operator:
-            cotangents = begun(operator, 1, 0).cotangents(len(batches))
+            cotangents = cotangents_of(operator, 1, 0)
             assert cotangents is not None
             starts.append(operator.pullback(cotangents))
-    together, apart = starts
-    apart = apart * together.dot(apart).sign()  # that of an eigenvector is arbitrary
-    torch.testing.assert_close(apart, together, rtol=1e-6, atol=1e-9)
+    one, several = starts
+    several = several * one.dot(several).sign()  # that of an eigenvector is arbitrary
+    torch.testing.assert_close(several, one, rtol=1e-6, atol=1e-9)
 
 
-def test_only_the_largest_gradients_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_sketches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make()
     with open_parameters(model, [batch], loss=loss) as operator:
-        everything = begun(operator, 1, 0)._sketches
-        monkeypatch.setattr(beginning, "MOST_ROWS", 7)
-        kept = begun(operator, 1, 0)
-        assert kept.cotangents(1) is not None
-    assert everything is not None and kept._sketches is not None and len(kept._origins) == 7
-    sizes = everything.norm(dim=1).sort(descending=True).values
-    torch.testing.assert_close(kept._sketches.norm(dim=1).sort(descending=True).values, sizes[:7])
+        complete = sketches_of(operator, 0)
+        monkeypatch.setattr(initial_block, "MAX_SKETCHES", 7)
+        kept = sketches_of(operator, 0)
+    assert complete is not None and kept is not None and len(kept.origins) == 7
+    assert start_cotangents(kept, 1) is not None
+    sizes = complete.rows.norm(dim=1).sort(descending=True).values
+    torch.testing.assert_close(kept.rows.norm(dim=1).sort(descending=True).values, sizes[:7])
 
 
-def test_too_many_samples_have_no_such_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_start_with_too_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make()
-    monkeypatch.setattr(beginning, "MOST_ROWS", SAMPLES - 1)
+    monkeypatch.setattr(initial_block, "MAX_SKETCHES", SAMPLES - 1)
     with open_parameters(model, [batch], loss=loss) as operator:
-        assert begun(operator, 1, 0).cotangents(1) is None
+        assert cotangents_of(operator, 1, 0) is None
 
 
-def test_no_room_for_positions_means_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_start_with_too_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make()
-    monkeypatch.setattr(beginning, "MOST_ENTRIES", SAMPLES * beginning.WIDTH - 1)
+    monkeypatch.setattr(initial_block, "MOST_ENTRIES", SAMPLES * initial_block.WIDTH - 1)
     with open_parameters(model, [batch], loss=loss) as operator:
-        assert begun(operator, 1, 0).cotangents(1) is None
+        assert cotangents_of(operator, 1, 0) is None
     assert curvmon.spectrum(model, batch, loss=loss, k=2).converged.all()
 
 
-def test_samples_that_meet_have_no_such_start() -> None:
+def test_no_start_if_samples_interact() -> None:
     model, batch = make()
 
-    def meeting(m: nn.Module, b: Any) -> Tensor:
+    def interacting(m: nn.Module, b: Any) -> Tensor:
         out = m(b[0])
         return F.cross_entropy(out - out.mean(0), b[1])
 
-    with open_parameters(model, [batch], loss=meeting) as operator:
-        assert begun(operator, 2, 0).cotangents(1) is None
+    with open_parameters(model, [batch], loss=interacting) as operator:
+        assert cotangents_of(operator, 2, 0) is None
 
 
-def test_negative_curvature_of_the_loss_is_left_out() -> None:
-    """Confident samples have some by rounding alone: no reason to give up the start."""
+def test_negative_loss_curvature_is_skipped() -> None:
+    """Rounding alone gives confident samples some; the start vector is computed all the same."""
     model, batch = make()
 
     def saddle(m: nn.Module, b: Any) -> Tensor:
@@ -172,13 +174,13 @@ def test_negative_curvature_of_the_loss_is_left_out() -> None:
         return F.cross_entropy(out, b[1]) - 0.05 * F.mse_loss(out, torch.ones_like(out))
 
     with open_parameters(model, [batch], loss=saddle) as operator:
-        cotangents = begun(operator, 2, 0).cotangents(1)
+        cotangents = cotangents_of(operator, 2, 0)
     with open_parameters(model, [batch], loss=loss) as operator:
-        convex = begun(operator, 2, 0).cotangents(1)
+        convex = cotangents_of(operator, 2, 0)
     assert cotangents is not None and convex is not None
     # the two losses are two outputs: the second, concave one, is not pulled back
     torch.testing.assert_close(cotangents[0][:, :CLASSES], convex[0])
     assert not cotangents[0][:, CLASSES:].any()
-    true = torch.linalg.eigvalsh(dense(model, batch, saddle)).flip(0)
-    found = curvmon.spectrum(model, batch, loss=saddle, k=2)
-    assert found.converged.all() and (found.eigenvalues - true[:2]).abs().max() < 1e-4 * true[0]
+    true = torch.linalg.eigvalsh(dense_hessian(model, batch, saddle)).flip(0)
+    result = curvmon.spectrum(model, batch, loss=saddle, k=2)
+    assert result.converged.all() and (result.eigenvalues - true[:2]).abs().max() < 1e-4 * true[0]

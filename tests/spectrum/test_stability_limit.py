@@ -1,4 +1,4 @@
-"""The limit of stability: just below it a quadratic shrinks, just above it grows."""
+"""The largest stable sharpness: just below it a quadratic loss shrinks, just above it grows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import curvmon
 from curvmon import stability_limit
-from tests.spectrum.test_spectrum import Quadratic, energy
+from tests.helpers.spectrum_cases import Quadratic, energy
 
 SGD: list[dict[str, Any]] = [
     {"lr": 0.1},
@@ -25,7 +25,7 @@ SGD: list[dict[str, Any]] = [
 
 
 def grows(optimizer: torch.optim.Optimizer, weight: nn.Parameter, curvature: float, steps: int) -> bool:
-    """Does ½ λ w² grow under the optimizer?"""
+    """Whether ½ λ w² grows under the optimizer."""
     sizes = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -36,7 +36,7 @@ def grows(optimizer: torch.optim.Optimizer, weight: nn.Parameter, curvature: flo
 
 
 @pytest.mark.parametrize("options", SGD, ids=str)
-def test_sgd(options: dict[str, Any]) -> None:
+def test_sgd_limit(options: dict[str, Any]) -> None:
     for share, expected in ((0.97, False), (1.03, True)):
         weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
         optimizer = torch.optim.SGD([weight], **options)
@@ -48,8 +48,8 @@ def test_sgd(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "RMSprop", "Adagrad", "amsgrad"])
-def test_second_moments(kind: str) -> None:
-    """With second moments that stand still, the preconditioned curvature decides."""
+def test_adaptive_limits(kind: str) -> None:
+    """With constant second moments, the preconditioned curvature decides."""
     for share, expected in ((0.97, False), (1.03, True)):
         weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
         if kind == "RMSprop":
@@ -76,10 +76,10 @@ def test_second_moments(kind: str) -> None:
         for key in ("exp_avg", "momentum_buffer"):
             if key in state:
                 state[key].zero_()
-        assert grows(optimizer, weight, curvature, 40) == expected, kind  # before the moments follow
+        assert grows(optimizer, weight, curvature, 40) == expected, kind  # few steps, so that the moments hardly change
 
 
-def test_different_learning_rates_become_a_preconditioner() -> None:
+def test_learning_rates_of_groups_become_a_preconditioner() -> None:
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     rule = stability_limit(torch.optim.SGD([{"params": [one], "lr": 0.1}, {"params": [other], "lr": 0.5}]))
     assert rule.limit == 2 and rule.preconditioner is not None
@@ -87,10 +87,10 @@ def test_different_learning_rates_become_a_preconditioner() -> None:
     torch.testing.assert_close(rule.preconditioner[other], torch.full((3,), 2.0))
 
 
-def test_where_no_limit_is_known_the_reason_is_told() -> None:
+def test_reason_if_there_is_no_limit() -> None:
     weight = nn.Parameter(torch.ones(1))
     assert "no limit is known for LBFGS" in stability_limit(torch.optim.LBFGS([weight])).reason
-    assert "nothing moves" in stability_limit(torch.optim.SGD([weight], lr=0.0)).reason
+    assert "no parameter is updated" in stability_limit(torch.optim.SGD([weight], lr=0.0)).reason
     assert "maximises" in stability_limit(torch.optim.SGD([weight], lr=0.1, maximize=True)).reason
     groups = [{"params": [weight], "momentum": 0.9}, {"params": [nn.Parameter(torch.ones(1))]}]
     assert "momentum differs" in stability_limit(torch.optim.SGD(groups, lr=0.1)).reason
@@ -98,8 +98,8 @@ def test_where_no_limit_is_known_the_reason_is_told() -> None:
         stability_limit(0.1)  # type: ignore[arg-type]
 
 
-def test_dampening_above_one_has_no_limit() -> None:
-    """Momentum then goes uphill: the smallest positive curvature grows."""
+def test_no_limit_for_dampening_above_one() -> None:
+    """Momentum then ascends: ½ λ w² grows for the smallest positive λ."""
     options = {"lr": 0.1, "momentum": 0.9, "dampening": 1.5}
     weight, other = nn.Parameter(torch.ones(1, dtype=torch.float64)), nn.Parameter(torch.ones(1))
     damped = torch.optim.SGD([weight], **options)
@@ -108,31 +108,31 @@ def test_dampening_above_one_has_no_limit() -> None:
     assert grows(damped, weight, 1e-2, 4000)
     mixed = stability_limit(torch.optim.SGD([{"params": [other], "lr": 0.1}, {"params": [weight], **options}], lr=0.1))
     assert math.isnan(mixed.limit) and "dampening above one" in mixed.reason
-    # without momentum torch ignores it
+    # torch ignores dampening without momentum
     assert stability_limit(torch.optim.SGD([weight], lr=0.1, dampening=1.5)).limit == pytest.approx(20)
 
 
-def test_spectrum_compares_with_the_limit() -> None:
+def test_stability_ratio_of_sgd() -> None:
     values = torch.tensor([4.0, 3, 2, 1, -1])
     model = Quadratic(values)
-    found = curvmon.spectrum(model, torch.zeros(1), loss=energy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    assert found.stability_limit == pytest.approx(20) and found.stability_ratio == pytest.approx(0.2)
-    assert "of the stability limit 0.2" in str(found)
+    result = curvmon.spectrum(model, torch.zeros(1), loss=energy, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert result.stability_limit == pytest.approx(20) and result.stability_ratio == pytest.approx(0.2)
+    assert "of the stability limit 0.2" in str(result)
 
 
-def test_the_preconditioned_sharpness_of_adam() -> None:
-    """λ_1 of D^-1/2 H D^-1/2 against a dense computation, with a parameter that the optimizer does not move."""
+def test_stability_ratio_of_adam() -> None:
+    """λ_1 of D^-1/2 H D^-1/2 against a dense computation."""
     torch.manual_seed(0)
     model = Quadratic(torch.tensor([4.0, 3, 2, 1, -1]))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for _ in range(3):
         model.theta.grad = torch.randn_like(model.theta)
         optimizer.step()
-    found = curvmon.spectrum(model, torch.zeros(1), loss=energy, optimizer=optimizer, rtol=1e-8)
+    result = curvmon.spectrum(model, torch.zeros(1), loss=energy, optimizer=optimizer, rtol=1e-8)
     moments = optimizer.state[model.theta]["exp_avg_sq"] / (1 - 0.999**3)
     root = ((moments.sqrt() + 1e-8) / 0.1).rsqrt()
     true = torch.linalg.eigvalsh(root.unsqueeze(1) * model.matrix * root)[-1].item()
-    assert found.stability_ratio == pytest.approx(true / (2 * 1.9 / 0.1), rel=1e-6)
+    assert result.stability_ratio == pytest.approx(true / (2 * 1.9 / 0.1), rel=1e-6)
 
 
 class Blocks(nn.Module):
@@ -147,7 +147,7 @@ def blocks(model: Any, batch: Any) -> torch.Tensor:
     return 50 * model.a.square().sum() + 0.5 * model.b.square().sum()
 
 
-def test_what_the_optimizer_does_not_move_or_decays() -> None:
+def test_frozen_and_decayed_parameters() -> None:
     def ratio(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         return curvmon.spectrum(model, torch.zeros(1), loss=blocks, optimizer=optimizer, ggn=False).stability_ratio
 
@@ -161,14 +161,14 @@ def test_what_the_optimizer_does_not_move_or_decays() -> None:
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
     model.b.grad = torch.ones(3)
     adam.step()
-    assert ratio(model, adam) == pytest.approx(0.1 / 38)  # a has never had a gradient
+    assert ratio(model, adam) == pytest.approx(0.1 / 38)  # a has no gradient yet
     adagrad = torch.optim.Adagrad([model.b], lr=0.1, lr_decay=1.0)
     for _ in range(4):
         adagrad.step()
     assert ratio(model, adagrad) == pytest.approx(0.1 / 4 / 2 / 2)
 
 
-def test_the_preconditioned_top_is_not_where_that_of_the_hessian_is() -> None:
+def test_preconditioned_eigenvector_differs_from_that_of_the_hessian() -> None:
     values = torch.full((1000,), 1e-3)
     values[0], values[1] = 10.0, 1.0
     theta = nn.Parameter(torch.zeros(1000))
@@ -177,7 +177,7 @@ def test_the_preconditioned_top_is_not_where_that_of_the_hessian_is() -> None:
     theta.grad = torch.ones(1000)
     theta.grad[0], theta.grad[1] = 10.0, 0.5
     adam.step()
-    found = curvmon.spectrum(
+    result = curvmon.spectrum(
         model,
         torch.zeros(1),
         loss=lambda m, b: (values * m["theta"].square()).sum() / 2,
@@ -185,25 +185,25 @@ def test_the_preconditioned_top_is_not_where_that_of_the_hessian_is() -> None:
         optimizer=adam,
         ggn=False,
     )
-    assert found.stability_ratio == pytest.approx(2e-3 / 38, rel=1e-3)
+    assert result.stability_ratio == pytest.approx(2e-3 / 38, rel=1e-3)
 
 
-def test_density() -> None:
-    """Moments of the measure: 4 random vectors know the mean to a few percent, and the weights add up to one."""
+def test_density_moments() -> None:
+    """The weights add up to one, and four random vectors estimate the second moment."""
     values = torch.cat([torch.full((5,), 10.0), torch.linspace(-1, 1, 400)])
-    found = curvmon.spectrum(Quadratic(values), torch.zeros(1), loss=energy, density=True, verify=False)
-    assert found.density is not None
-    assert found.density.weights.sum().item() == pytest.approx(1)
-    second = (found.density.weights * found.density.values.square()).sum().item()
+    result = curvmon.spectrum(Quadratic(values), torch.zeros(1), loss=energy, density=True, verify=False)
+    assert result.density is not None
+    assert result.density.weights.sum().item() == pytest.approx(1)
+    second = (result.density.weights * result.density.values.square()).sum().item()
     assert second == pytest.approx(values.square().mean().item(), rel=0.5)
-    grid, curve = found.density.smoothed()
+    grid, curve = result.density.smoothed()
     assert torch.trapezoid(curve, grid).item() == pytest.approx(1, rel=1e-2)
     bulk = curve[(grid > -1.5) & (grid < 1.5)].sum() / curve.sum()
     assert 0.95 < bulk < 1
 
 
-def test_a_bias_that_batch_norm_cancels_is_left_out() -> None:
-    """In training its gradient is rounding, and Adam's second moment with it; in eval mode it has curvature."""
+def test_bias_before_batch_norm_is_skipped() -> None:
+    """In training its gradient and Adam's second moment are rounding errors; in eval mode it has curvature."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -215,6 +215,6 @@ def test_a_bias_that_batch_norm_cancels_is_left_out() -> None:
     limit = curvmon.stability_limit(optimizer)
     assert limit.preconditioner is not None
     assert model[0].bias not in limit.preconditioner and model[0].weight in limit.preconditioner
-    assert "1 tensors with vanishing gradients left out" in limit.reason
-    found = curvmon.spectrum(model, (x, y), loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]), k=1, optimizer=optimizer)
-    assert 0 < found.stability_ratio < 10
+    assert "1 tensors with vanishing gradients skipped" in limit.reason
+    result = curvmon.spectrum(model, (x, y), loss=lambda m, b: F.cross_entropy(m(b[0]), b[1]), k=1, optimizer=optimizer)
+    assert 0 < result.stability_ratio < 10

@@ -1,4 +1,4 @@
-"""The trace as that of Gauss-Newton and the remainder: exact where it says so, honest where it is random."""
+"""The trace from its Gauss-Newton and tensor part: exact where that is claimed, calibrated errors elsewhere."""
 
 from __future__ import annotations
 
@@ -15,22 +15,9 @@ from torch.nn.utils import prune
 import curvmon
 from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.trace import gauss_newton_trace, remainder_trace, trace_of_parts
-from tests.spectrum.test_spectrum import Attention, Loss, Recurrent, Tied, dense, frozen
+from tests.helpers.spectrum_cases import Attention, Loss, Recurrent, Through, Tied, dense_hessian, frozen
 
 SAMPLES = 6
-
-
-class Through(nn.Module):
-    """Layers, and something done with them by hand."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Tensor], **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-        self._forward = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._forward(self, x)
 
 
 def relu_convolutions() -> nn.Module:
@@ -65,7 +52,7 @@ def minus_the_mean(m: Any, x: Tensor) -> Tensor:
 
 
 def samples_second(m: Any, x: Tensor) -> Tensor:
-    """As many steps as samples: the first dimension only looks like the samples."""
+    """As many time steps as samples: the first dimension has the size of the batch, but holds the steps."""
     return m.b(F.relu(m.a(x.transpose(0, 1)))).mean(0)
 
 
@@ -96,7 +83,7 @@ def pair(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
 
 
 def disguised(disguise: Callable[[nn.Linear], Any]) -> Callable[[], nn.Module]:
-    """Between two plain layers, one that computes something else than its class says."""
+    """Between two plain layers, one that does not compute what its class says."""
 
     def build() -> nn.Module:
         odd = nn.Linear(4, 4)
@@ -126,11 +113,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "never called": (pair(never_called), (5,)),
     "called twice, once without gradients": (pair(called_for_a_target_too), (5,)),
     "gated": (lambda: Through(gated, a=nn.Linear(5, 4), b=nn.Linear(4, 3), c=nn.Linear(5, 4)), (5,)),
-    "weight norm of old": (disguised(lambda layer: nn.utils.weight_norm(layer)), (5,)),
+    "old weight norm": (disguised(lambda layer: nn.utils.weight_norm(layer)), (5,)),
     "pruned": (disguised(lambda layer: prune.random_unstructured(layer, "weight", 0.4)), (5,)),
     "another forward": (disguised(forward_squared), (5,)),
-    "a hook in front": (disguised(lambda layer: layer.register_forward_pre_hook(lambda m, args: (2 * args[0],))), (5,)),
-    "a hook behind": (disguised(lambda layer: layer.register_forward_hook(lambda m, args, y: 2 * y)), (5,)),
+    "a forward pre-hook": (
+        disguised(lambda layer: layer.register_forward_pre_hook(lambda m, args: (2 * args[0],))),
+        (5,),
+    ),
+    "a forward hook": (disguised(lambda layer: layer.register_forward_hook(lambda m, args, y: 2 * y)), (5,)),
     "many outputs": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 40)), (5,)),
     "attention": (Attention, (4, 6)),
     "lstm": (Recurrent, (5, 3)),
@@ -157,16 +147,16 @@ def make(name: str) -> tuple[nn.Module, list[Tensor]]:
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_agrees_with_a_dense_hessian(name: str, kind: str) -> None:
+def test_agrees_with_dense_hessian(name: str, kind: str) -> None:
     """The mean of twelve seeds, in units of its standard error."""
     model, batch = make(name)
-    true = dense(model, batch, LOSSES[kind]).trace().item()
+    true = dense_hessian(model, batch, LOSSES[kind]).trace().item()
     with open_parameters(model, [batch], loss=LOSSES[kind]) as operator:
         graphs = list(operator.layered())
-        found = [trace_of_parts(graphs, torch.Generator().manual_seed(seed)) for seed in range(12)]
-    parts = torch.tensor([f for f in found if f is not None], dtype=torch.float64)
-    assert len(parts) == 12
-    values, errors = parts[:, 0], parts[:, 1]
+        estimates = [trace_of_parts(graphs, torch.Generator().manual_seed(seed)) for seed in range(12)]
+    rows = [(estimate.value, estimate.stderr) for estimate in estimates if estimate is not None]
+    assert len(rows) == 12
+    values, errors = torch.tensor(rows, dtype=torch.float64).T
     rounding = 1e-5 * (abs(true) + values.abs().mean().item())
     assert abs(values.mean().item() - true) < 4 * errors.mean().item() / 12**0.5 + rounding
     if name in EXACT and kind != "saturating":
@@ -174,59 +164,59 @@ def test_agrees_with_a_dense_hessian(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["normalised", "gated", "many outputs", "attention", "samples interact"])
-def test_errors_are_honest(name: str) -> None:
+def test_stderr_is_calibrated(name: str) -> None:
     """± 1.96 standard errors cover the truth in about 95 % of 80 repetitions."""
     model, batch = make(name)
     loss = LOSSES["cross-entropy"]
-    true = dense(model, batch, loss).trace().item()
+    true = dense_hessian(model, batch, loss).trace().item()
     inside = 0
     with open_parameters(model, [batch], loss=loss) as operator:
         graphs = list(operator.layered())
         for seed in range(80):
-            found = trace_of_parts(graphs, torch.Generator().manual_seed(seed))
-            assert found is not None
-            inside += abs(found[0] - true) <= 1.96 * found[1]
+            estimate = trace_of_parts(graphs, torch.Generator().manual_seed(seed))
+            assert estimate is not None
+            inside += abs(estimate.value - true) <= 1.96 * estimate.stderr
     assert inside >= 70  # 3 σ of a binomial
 
 
-def test_which_part_is_exact() -> None:
-    """ReLU: no remainder, by one probe. Tanh: Gauss-Newton is exact still."""
-    for activation, bends in ((nn.ReLU(), False), (nn.Tanh(), True)):
+def test_ggn_and_relu_remainder_are_exact() -> None:
+    """ReLU: one probe shows that the remainder is zero. Tanh: the Gauss-Newton part is still exact."""
+    for activation, curved in ((nn.ReLU(), False), (nn.Tanh(), True)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 8), activation, nn.Linear(8, 3))
         batch = [torch.randn(SAMPLES, 5), torch.randint(3, (SAMPLES,))]
         with open_parameters(model, [batch], loss=LOSSES["cross-entropy"]) as operator:
             ((_, layered),) = operator.layered()
             generator = torch.Generator().manual_seed(0)
-            curved, bent = gauss_newton_trace(layered, generator), remainder_trace(layered, generator)
-        assert curved is not None and curved.stderr < 1e-5 * curved.value
-        assert (bent.value, bent.stderr, bent.products) == (0, 0, 1) or bends
-        assert (bent.stderr > 0 and bent.products == 10) == bends
+            ggn, remainder = gauss_newton_trace(layered, generator), remainder_trace(layered, generator)
+        assert ggn is not None and ggn.stderr < 1e-5 * ggn.value
+        assert (remainder.value, remainder.stderr, remainder.products) == (0, 0, 1) or curved
+        assert (remainder.stderr > 0 and remainder.products == 10) == curved
 
 
-def test_several_batches_and_no_trace_left() -> None:
+def test_several_batches_leave_model_unchanged() -> None:
     model, batch = make("relu convolutions")
     parts = [[t[:2] for t in batch], [t[2:] for t in batch]]
-    found = curvmon.spectrum(model, parts[0], loss=LOSSES["cross-entropy"], more_batches=parts[1:], k=1, ggn=False)
-    true = dense(model, batch, LOSSES["cross-entropy"]).trace().item()
-    assert found.trace == pytest.approx(true, rel=1e-4) and found.trace_stderr < 1e-4 * true
+    result = curvmon.spectrum(model, parts[0], loss=LOSSES["cross-entropy"], more_batches=parts[1:], k=1, ggn=False)
+    true = dense_hessian(model, batch, LOSSES["cross-entropy"]).trace().item()
+    assert result.trace == pytest.approx(true, rel=1e-4) and result.trace_stderr < 1e-4 * true
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_the_present_way_stays_where_the_output_is_not_known() -> None:
+def test_deflated_trace_if_output_is_not_known() -> None:
     model, batch = make("gated")
 
     def by_hand(m: Any, b: Any) -> Tensor:
         return (m(b[0]) - b[2]).square().mean()
 
-    true = dense(model, batch, by_hand).trace().item()
-    found = curvmon.spectrum(model, batch, loss=by_hand, k=2, ggn=False, verify=False, smallest=False, rtol=0.1)
-    assert found.trace_stderr > 0 and abs(found.trace - true) < 4 * found.trace_stderr
+    true = dense_hessian(model, batch, by_hand).trace().item()
+    result = curvmon.spectrum(model, batch, loss=by_hand, k=2, ggn=False, verify=False, smallest=False, rtol=0.1)
+    assert result.trace_stderr > 0 and abs(result.trace - true) < 4 * result.trace_stderr
 
 
-def test_says_where_layers_cannot_be_looked_at_apart() -> None:
-    """A step that also looks at its gradients finds the parameters constant in the graph by layers."""
+def test_note_if_layers_cannot_be_run_one_by_one() -> None:
+    """A loss that computes gradients itself fails in the layered graph, where parameters are constant."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     batch = torch.randn(SAMPLES, 4).double(), torch.randint(3, (SAMPLES,))
@@ -234,15 +224,15 @@ def test_says_where_layers_cannot_be_looked_at_apart() -> None:
     def plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    def watching(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def differentiating(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = plain(model, batch)
         gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         assert all(gradient.isfinite().all() for gradient in gradients)
         return loss
 
-    found = curvmon.spectrum(model, batch, loss=watching, k=1, ggn=False)
-    assert any("trace by probes of the whole Hessian" in note for note in found.notes)
-    true = dense(model, batch, plain).trace().item()
-    assert found.trace_stderr > 0 and abs(found.trace - true) < 4 * found.trace_stderr
-    apart = curvmon.spectrum(model, batch, loss=plain, k=1, ggn=False)
-    assert not any("trace" in note for note in apart.notes)
+    result = curvmon.spectrum(model, batch, loss=differentiating, k=1, ggn=False)
+    assert any("trace by probes of the whole Hessian" in note for note in result.notes)
+    true = dense_hessian(model, batch, plain).trace().item()
+    assert result.trace_stderr > 0 and abs(result.trace - true) < 4 * result.trace_stderr
+    without = curvmon.spectrum(model, batch, loss=plain, k=1, ggn=False)
+    assert not any("trace" in note for note in without.notes)

@@ -1,4 +1,4 @@
-"""Losses and models for which a spectrum would be silently wrong if nothing was checked."""
+"""Losses and models whose spectrum would be silently wrong without a check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import curvmon
 from curvmon.spectrum.lanczos import Lanczos
-from tests.spectrum.test_trace import Through
+from tests.helpers.spectrum_cases import Through
 
 SAMPLES = 16
 Batch = tuple[Tensor, Tensor]
@@ -23,13 +23,13 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def dense(model: nn.Module, batch: Batch, loss: Loss) -> Tensor:
-    """By torch's own derivatives, in float64; the model is called as a module, whatever the loss does with it."""
+    """By `torch.autograd.grad`, in float64; the loss may use the model as a module, not only call it."""
     model = copy.deepcopy(model).double()
     parameters = list(model.parameters())
     batch = tuple(t.double() if t.is_floating_point() else t for t in batch)  # type: ignore[assignment]
 
-    def joined(found: Any) -> Tensor:
-        pieces = [torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters)]
+    def joined(result: Any) -> Tensor:
+        pieces = [torch.zeros_like(p) if g is None else g for g, p in zip(result, parameters)]
         return torch.cat([piece.reshape(-1) for piece in pieces])
 
     gradient = joined(torch.autograd.grad(loss(model, batch), parameters, create_graph=True, allow_unused=True))
@@ -41,27 +41,27 @@ def mlp(outputs: int, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), activation(), nn.Linear(8, outputs))
 
 
-def of_slopes(model: nn.Module, batch: Batch) -> Tensor:
-    """A penalty on the slopes of the network: its weights act again in the backward pass."""
+def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """A gradient penalty: the weights are used again in the backward pass."""
     x = batch[0].clone().requires_grad_()
     out = model(x)
     (slopes,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     return F.mse_loss(out, batch[1]) + F.mse_loss(slopes.norm(dim=1), torch.ones_like(slopes[:, 0]))
 
 
-def doubled(model: nn.Module, batch: Batch) -> Tensor:
-    """The layers run with something else in the place of their parameters."""
+def with_doubled_weights(model: nn.Module, batch: Batch) -> Tensor:
+    """The layers run with other tensors in place of their parameters."""
     twice = {name: 2 * p for name, p in model.named_parameters()}
     return F.mse_loss(functional_call(model, twice, (batch[0],)), batch[1])
 
 
 def around_the_mean(model: nn.Module, batch: Batch) -> Tensor:
-    """Samples interact, but not in the first columns of the loss's curvature."""
+    """Samples interact, but not in the first columns of the loss curvature."""
     out = model(batch[0])
     return F.mse_loss(out, batch[1]) + 0.2 * F.mse_loss(out, out.mean(0, keepdim=True).expand_as(out))
 
 
-def of_a_loss(model: nn.Module, batch: Batch) -> Tensor:
+def loss_of_a_loss(model: nn.Module, batch: Batch) -> Tensor:
     each = F.mse_loss(model(batch[0]), batch[1], reduction="none").mean(1)
     return F.smooth_l1_loss(each, torch.zeros_like(each), beta=10.0)
 
@@ -71,7 +71,7 @@ def mse(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Shift(nn.Module):
-    """out = W x + exp(a - b): T = [[1, -1], [-1, 1]] in a and b, in which signs cancel."""
+    """out = W x + exp(a - b): T = [[1, -1], [-1, 1]] w.r.t. a and b, where the entries of a sign probe cancel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,30 +83,30 @@ class Shift(nn.Module):
 
 
 HAZARDS: dict[str, tuple[Callable[[], nn.Module], int, Loss]] = {
-    "penalty on slopes": (lambda: mlp(1), 1, of_slopes),
-    "other parameters": (lambda: mlp(3), 3, doubled),
+    "gradient penalty": (lambda: mlp(1), 1, gradient_penalty),
+    "other parameters": (lambda: mlp(3), 3, with_doubled_weights),
     "samples interact in later columns": (lambda: mlp(3), 3, around_the_mean),
-    "a loss of a loss": (lambda: mlp(4, nn.Tanh), 4, of_a_loss),
+    "a loss of a loss": (lambda: mlp(4, nn.Tanh), 4, loss_of_a_loss),
     "signs that cancel": (Shift, 4, mse),
 }
 
 
 @pytest.mark.parametrize("name", HAZARDS)
-def test_the_trace_is_right(name: str) -> None:
+def test_trace_agrees_with_dense_hessian(name: str) -> None:
     build, width, loss = HAZARDS[name]
     torch.manual_seed(0)
     model, batch = build(), (torch.randn(SAMPLES, 6), 3 * torch.randn(SAMPLES, width))
     true = dense(model, batch, loss)
     for seed in range(8):
-        found = curvmon.spectrum(model, batch, loss=loss, k=1, seed=seed)
-        assert abs(found.trace - true.trace().item()) < 5 * found.trace_stderr + 1e-4 * abs(found.trace), seed
-        assert found.sharpness == pytest.approx(torch.linalg.eigvalsh(true)[-1].item(), rel=1e-3)
+        result = curvmon.spectrum(model, batch, loss=loss, k=1, seed=seed)
+        assert abs(result.trace - true.trace().item()) < 5 * result.trace_stderr + 1e-4 * abs(result.trace), seed
+        assert result.sharpness == pytest.approx(torch.linalg.eigvalsh(true)[-1].item(), rel=1e-3)
 
 
-def test_the_output_of_a_loss_of_a_loss_is_that_of_the_network() -> None:
+def test_ggn_of_a_loss_of_a_loss() -> None:
     torch.manual_seed(0)
     model, batch = mlp(4, nn.Tanh), (torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 4))
-    found = curvmon.spectrum(model, batch, loss=of_a_loss, k=1, trace=False)
+    result = curvmon.spectrum(model, batch, loss=loss_of_a_loss, k=1, trace=False)
     # GGN = J^T S J with S the curvature of everything behind the network, in float64
     whole = copy.deepcopy(model).double()
     x, y = (t.double() for t in batch)
@@ -115,21 +115,21 @@ def test_the_output_of_a_loss_of_a_loss_is_that_of_the_network() -> None:
     j = torch.cat([part.reshape(SAMPLES * 4, -1) for part in jacobian.values()], dim=1).detach()
 
     def behind(out: Tensor) -> Tensor:
-        return of_a_loss(lambda _: out.reshape(SAMPLES, 4), (x, y))
+        return loss_of_a_loss(lambda _: out.reshape(SAMPLES, 4), (x, y))
 
     s = torch.autograd.functional.hessian(behind, whole(x).detach().reshape(-1))
-    assert found.ggn_eigenvalue == pytest.approx(torch.linalg.eigvalsh(j.T @ s @ j)[-1].item(), rel=1e-3)
+    assert result.ggn_eigenvalue == pytest.approx(torch.linalg.eigvalsh(j.T @ s @ j)[-1].item(), rel=1e-3)
 
 
-def test_says_that_layers_do_not_make_up_the_network() -> None:
+def test_note_if_layers_do_not_make_up_the_network() -> None:
     torch.manual_seed(0)
     batch = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 1)
-    found = curvmon.spectrum(mlp(1), batch, loss=of_slopes, k=1)
-    assert any("the layers do not make up the network" in note for note in found.notes)
+    result = curvmon.spectrum(mlp(1), batch, loss=gradient_penalty, k=1)
+    assert any("the layers do not make up the network" in note for note in result.notes)
 
 
 class Counting(nn.Module):
-    """Another function in every forward pass."""
+    """Computes another function in every forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class Counting(nn.Module):
         return out
 
 
-def test_a_model_with_a_state_of_its_own() -> None:
+def test_stateful_model() -> None:
     torch.manual_seed(0)
     model, batch = Counting(), (torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 3))
     true = dense(model, batch, mse)  # of the first pass
-    found = curvmon.spectrum(model, batch, loss=mse, k=1)
-    assert found.sharpness == pytest.approx(torch.linalg.eigvalsh(true)[-1].item(), rel=1e-3)
-    assert abs(found.trace - true.trace().item()) < 4 * found.trace_stderr
+    result = curvmon.spectrum(model, batch, loss=mse, k=1)
+    assert result.sharpness == pytest.approx(torch.linalg.eigvalsh(true)[-1].item(), rel=1e-3)
+    assert abs(result.trace - true.trace().item()) < 4 * result.trace_stderr
     with pytest.raises(curvmon.LossError, match="state or a random generator of its own"):
         curvmon.spectrum(model, batch, more_batches=[batch], loss=mse, k=1)
 
@@ -159,7 +159,7 @@ def split(batch: Batch, wrap: Callable[[Tensor, Tensor], Any]) -> list[Any]:
 
 WRAPPED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Batch]]] = {
     "objects": (lambda x, y: SimpleNamespace(x=x, y=y), lambda b: (b.x, b.y)),
-    "weights of classes beside them": (
+    "class weights in the batch": (
         lambda x, y: {"one": torch.ones(3), "x": x, "y": y, "z": y},
         lambda b: (b["x"], b["y"]),
     ),
@@ -167,17 +167,17 @@ WRAPPED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Batch]
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_batches_of_unequal_size_are_weighted_by_their_samples(name: str) -> None:
+def test_batches_are_weighted_by_their_samples(name: str) -> None:
     wrap, unwrap = WRAPPED[name]
     torch.manual_seed(0)
     model, batch = mlp(3), (torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 3))
     first, *others = split(batch, wrap)
-    found = curvmon.spectrum(model, first, more_batches=others, loss=lambda m, b: mse(m, unwrap(b)), k=2)
+    result = curvmon.spectrum(model, first, more_batches=others, loss=lambda m, b: mse(m, unwrap(b)), k=2)
     true = torch.linalg.eigvalsh(dense(model, batch, mse))[-2:].flip(0)
-    torch.testing.assert_close(found.eigenvalues, true, rtol=1e-3, atol=0)
+    torch.testing.assert_close(result.eigenvalues, true, rtol=1e-3, atol=0)
 
 
-def test_sizes_that_are_not_clear() -> None:
+def test_ambiguous_batch_sizes_raise() -> None:
     torch.manual_seed(0)
     model, batch = mlp(3), (torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 3))
     first, *others = split(batch, lambda x, y: {"one": torch.ones(3), "other": torch.ones(3), "x": x, "y": y})
@@ -186,17 +186,17 @@ def test_sizes_that_are_not_clear() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e20, 1e-22])
-def test_losses_whose_squares_have_no_place_in_float32(scale: float) -> None:
+def test_losses_whose_squares_overflow_in_float32(scale: float) -> None:
     torch.manual_seed(0)
     model, batch = mlp(3), (torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 3))
     true = torch.linalg.eigvalsh(dense(model, batch, mse))[-3:].flip(0)
-    found = curvmon.spectrum(model, batch, loss=lambda m, b: scale * mse(m, b), k=3, ggn=False, trace=False)
-    torch.testing.assert_close(found.eigenvalues / scale, true, rtol=1e-3, atol=0)
-    assert found.converged.all()
+    result = curvmon.spectrum(model, batch, loss=lambda m, b: scale * mse(m, b), k=3, ggn=False, trace=False)
+    torch.testing.assert_close(result.eigenvalues / scale, true, rtol=1e-3, atol=0)
+    assert result.converged.all()
 
 
-def test_products_that_are_not_symmetric() -> None:
-    """Gradients of an embedding by frequency are no gradients of a function; nor is their derivative symmetric."""
+def test_note_if_products_are_not_symmetric() -> None:
+    """scale_grad_by_freq gives gradients that belong to no function, so their derivative is not symmetric."""
     torch.manual_seed(0)
     ids, y = torch.randint(5, (SAMPLES, 3)), torch.randint(3, (SAMPLES,))
 
@@ -219,7 +219,7 @@ def test_products_that_are_not_symmetric() -> None:
 
 
 @pytest.mark.parametrize("capacity", [5, 40])
-def test_symmetry_is_seen_through_restarts(capacity: int) -> None:
+def test_asymmetry_is_measured_across_restarts(capacity: int) -> None:
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(60, 60, generator=generator)
     for h, wrong in ((matrix + matrix.T, False), (matrix + matrix.T + 0.1 * matrix, True)):
@@ -241,21 +241,21 @@ def test_symmetry_is_seen_through_restarts(capacity: int) -> None:
         ({"start": torch.full((83,), torch.nan)}, "no direction"),
     ],
 )
-def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(curvmon.InputError, match=message):
         curvmon.spectrum(mlp(3), (torch.randn(4, 6), torch.randn(4, 3)), loss=mse, **options)
 
 
-def test_a_start_without_eigenvectors_and_a_batch_without_dimensions() -> None:
+def test_start_without_eigenvectors_and_scalar_batch() -> None:
     model, batch = mlp(3), (torch.randn(4, 6), torch.randn(4, 3))
-    found = curvmon.spectrum(model, batch, loss=mse, k=1)
+    result = curvmon.spectrum(model, batch, loss=mse, k=1)
     with pytest.raises(curvmon.InputError, match="has no eigenvectors"):
-        curvmon.spectrum(model, batch, loss=mse, start=found.without_vectors())
+        curvmon.spectrum(model, batch, loss=mse, start=result.without_vectors())
     scaled = curvmon.spectrum(model, torch.tensor(2.0), loss=lambda m, b: b * mse(m, batch), k=1)
-    assert scaled.sharpness == pytest.approx(2 * found.sharpness, rel=1e-3)
+    assert scaled.sharpness == pytest.approx(2 * result.sharpness, rel=1e-3)
 
 
-def test_sparse_gradients_are_declined() -> None:
+def test_sparse_gradients_raise() -> None:
     model = Through(lambda m, x: m.head(m.embed(x).sum(1)), embed=nn.Embedding(5, 4, sparse=True), head=nn.Linear(4, 3))
     batch = torch.randint(5, (6, 2)), torch.randn(6, 3)
     with pytest.raises(curvmon.InputError, match="sparse=False"):

@@ -1,9 +1,10 @@
-"""Do the layers of a network, looked at apart, make up the network? One random vector tells.
+"""Check that the layers of a network, differentiated one by one, give the gradient of the whole network.
 
-    J^T c = Σ_layers A(x)^T (d<c, out>/df)        by taps on the layers on the right, by the parameters on the left
+    J^T c = Σ_layers A(x)^T (d<c, out>/df)        c: one random cotangent; f = A(x) θ: the output of a layer
 
-The sides differ where a parameter acts elsewhere than in its layer (a penalty on gradients of the network uses weights
-again, in its backward pass), and where the model computes something else in another forward pass.
+The left side is computed w.r.t. the parameters, the right side w.r.t. taps on the layers. They differ if a parameter
+is used outside its layer (a gradient penalty uses the weights again, in the backward pass of the network) or if the
+model computes something else in every forward pass. Cost: one backward pass of each kind.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from curvmon.numerics import gaussian, norm
 from curvmon.operators.parameter_hessian import ParameterOperator
 
 TOLERANCE = 1e-4
-"""relative; rounding is 1e-6, a path that is missing is as large as any other"""
+"""relative; rounding is 1e-6, and a missing path contributes as much as any other"""
 
 
-class Agreement:
-    """Looks at the graphs by layers as they pass; then compares with the operator's own, for one backward pass."""
+class LayerCheck:
+    """Accumulates the right side while the layered graphs are in use, then compares it with the left side."""
 
     def __init__(self, operator: ParameterOperator) -> None:
         self._operator = operator
         self._cotangents: list[Tensor] = []
         self._by_layers = operator.template.new_zeros(operator.size)
 
-    def watched(self) -> Iterator[tuple[float, LayeredGraph]]:
+    def graphs(self) -> Iterator[tuple[float, LayeredGraph]]:
+        """The layered graph of every batch with its weight in the loss."""
         generator = torch.Generator("cpu").manual_seed(0)
         for weight, layered in self._operator.layered():
             outputs = layered.graph.outputs
@@ -41,15 +43,16 @@ class Agreement:
                 self._by_layers += self._pulled_back(layered, layout.tensors(rows))
             yield weight, layered
 
-    def holds(self) -> bool:
+    def passed(self) -> bool:
+        """Whether both sides agree, once all of `graphs` were used."""
         if len(self._cotangents) != self._operator.batches:
             return False
-        true = self._operator.pullback(self._cotangents)
-        return norm(true - self._by_layers) <= TOLERANCE * norm(true)
+        expected = self._operator.pullback(self._cotangents)
+        return norm(expected - self._by_layers) <= TOLERANCE * norm(expected)
 
     def _pulled_back(self, layered: LayeredGraph, cotangents: list[Tensor]) -> Tensor:
         gradients = layered.gradients(cotangents)
-        found = list(zip(layered.rest, gradients[len(layered.layers) :]))
+        pairs = list(zip(layered.rest, gradients[len(layered.layers) :]))
         for layer, gradient in zip(layered.layers, gradients):
-            found += layer.pulled_back(gradient)
-        return self._operator.gathered(found)
+            pairs += layer.pulled_back(gradient)
+        return self._operator.gathered(pairs)
