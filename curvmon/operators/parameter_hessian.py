@@ -230,10 +230,10 @@ def _opened(
 ) -> Iterator[ParameterOperator]:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
-        raise InputError("the model has no parameter that requires gradients, so there is no Hessian")
-    complex_names = [name for name, parameter in trainable.items() if parameter.is_complex()]
-    if complex_names:
-        raise InputError(f"complex parameters ({', '.join(complex_names)}): use their real views, torch.view_as_real")
+        raise InputError("the model has no parameter that requires gradients, so there is no Hessian to look at")
+    odd = [name for name, parameter in trainable.items() if parameter.is_complex()]
+    if odd:
+        raise InputError(f"complex parameters ({', '.join(odd)}): use their real views, torch.view_as_real")
     with isolated(model, loss, seed=NOISE_SEED, dtype=dtype):
         copies = dict(model.named_parameters())
         parameters = {name: copies[name].requires_grad_() for name in trainable}

@@ -67,10 +67,10 @@ def gauss_newton_part(
     source = _exact(operator, layout) if few else _sketched(operator, layout, generator)
     if source is None:
         what = "the loss has no factor that its precision resolves, or samples interact in it"
-        return NO_FACTORS._replace(notes=[f"Gauss-Newton by products: {what}"])
+        return NO_FACTORS._replace(notes=[f"no Gauss-Newton factors, HVPs instead: {what}"])
     factors, coefficients = build(graph, source, batch_dim, probes)
     if not _samples_are_independent(operator, layout, source, factors):
-        return NO_FACTORS._replace(notes=["Gauss-Newton by products: samples interact"])
+        return NO_FACTORS._replace(notes=["no Gauss-Newton factors, HVPs instead: samples interact"])
     # equal weights for all nodes, whatever their scale
     scales = [1 / (torch.linalg.vector_norm(c).item() or 1.0) for c in coefficients]
     remainder, gauss_newton = operator.joint({v: scale * z for v, (z, scale) in enumerate(zip(probes, scales))})
@@ -81,9 +81,11 @@ def gauss_newton_part(
             true = (precise(z.reshape(-1)) @ precise(image.reshape(-1))).item()
             if abs(factors.bilinear_form(c, total) - true) > AGREEMENT * torch.linalg.vector_norm(c).item():
                 what = "its factors do not agree with an HVP (samples interact, or rounding)"
-                return NO_FACTORS._replace(hvps=2, notes=[f"Gauss-Newton by products: {what}"])
+                return NO_FACTORS._replace(hvps=2, notes=[f"no Gauss-Newton factors, HVPs instead: {what}"])
     if factors.cancels():
-        return NO_FACTORS._replace(hvps=2, notes=["Gauss-Newton by products: parts of an indefinite loss cancel"])
+        return NO_FACTORS._replace(
+            hvps=2, notes=["no Gauss-Newton factors, HVPs instead: parts of an indefinite loss cancel"]
+        )
     linear_nodes = _linear_nodes(remainder, gauss_newton)
     if not factors.is_exact and len(linear_nodes) == len(graph.nodes):
         # H = GN everywhere: the error of the sketch is that of all metrics

@@ -3,8 +3,9 @@
     ‖A‖_F² = ‖A^T Q_v‖_F² + ‖P_v A Q_w‖_F² + ‖P_v A P_w‖_F²             captured, captured, rest
 
 for a block A = H[v, w], a basis Q_v at node v and P_v = I - Q_v Q_v^T. The products A Q_w and A^T Q_v give the captured
-terms exactly, and the spectral norm of A without its rest. The rest is estimated by random probes, as in Hutch++ (Meyer
-et al. 2021). It is projected on both sides, and therefore small where the bases hold the leading directions.
+terms exactly, and the spectral norm of A without its rest. The rest is estimated by random probes: the idea of Hutch++
+(Meyer et al. 2021), for Frobenius norms. It is projected on both sides, and therefore small where the bases hold the
+leading directions.
 
 Cost: k HVPs at node w for a basis of k vectors. They serve the pairs of w with all nodes.
 """
@@ -28,7 +29,7 @@ class RitzValue(NamedTuple):
     """A singular value of A - P_v A P_w, as an approximation to one of A.
 
     ε_v and ε_w are the lengths of P_v x and P_w y, the parts of its singular vectors x, y outside the bases. Adding
-    these parts to the bases is one step of a Krylov method (Golub & Van Loan, Matrix Computations, section 10.4).
+    these parts to the bases is one step of a Krylov method (Golub & Van Loan, Matrix Computations, 4th ed., section 10.4).
     """
 
     value: float

@@ -1,6 +1,6 @@
 """The largest singular value of each of many products L^T R_i, by subspace iteration.
 
-Golub & Van Loan, Matrix Computations, section 8.2 (orthogonal iteration with Rayleigh-Ritz).
+Golub & Van Loan, Matrix Computations, 4th ed., section 8.2 (orthogonal iteration with Rayleigh-Ritz).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_stops_at_the_tolerance() -> None:
             assert tight.matrices.get(f"stderr/{metric}", v, w) <= 0.01 * tight.matrices.get(metric, v, w)
 
 
-def test_a_node_with_room_for_one_probe_is_exact_and_cheap() -> None:
+def test_a_node_with_one_remaining_probe_is_exact_and_cheap() -> None:
     """Six nodes, twelve directions each, and a node of thirteen entries: one probe spans what is left."""
     sizes = (13, 40, 20, 50, 16, 30)
     matrix = symmetric(1.0, 3, size=sum(sizes))
