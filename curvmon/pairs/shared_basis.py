@@ -29,7 +29,7 @@ class RitzValue(NamedTuple):
     """A singular value of A - P_v A P_w, as an approximation to one of A.
 
     ε_v and ε_w are the lengths of P_v x and P_w y, the parts of its singular vectors x, y outside the bases. Adding
-    these parts to the bases is one step of a Krylov method (Golub & Van Loan, Matrix Computations, 4th ed., section 10.4).
+    these parts to the bases is one step of a Krylov method (Golub & Van Loan, Matrix Computations, 4th ed., ch. 10.4).
     """
 
     value: float
