@@ -119,11 +119,11 @@ def trace(setting: Setting, repetitions: int = 12) -> Iterator[str]:
         f"{statistics.mean(s.trace_stderr for s in found):.2g} |",
         f"| Hutchinson | {products} | {statistics.mean(plain):.4g} | {theirs / products**0.5:.2g} | |",
         f"| ratio | | | **{spread / theirs * products**0.5:.2g}** | |",
-        f"| curvmon, without the search | {parts.products} | | {spread:.2g} | |",
-        f"| Hutchinson | {parts.products} | | {theirs / parts.products**0.5:.2g} | |",
-        f"| ratio | | | **{spread / theirs * parts.products**0.5:.2g}** | |",
+        f"| curvmon, without the search | {parts[2]} | | {spread:.2g} | |",
+        f"| Hutchinson | {parts[2]} | | {theirs / parts[2] ** 0.5:.2g} | |",
+        f"| ratio | | | **{spread / theirs * parts[2] ** 0.5:.2g}** | |",
         "",
-        f"Counted for the trace alone: {parts.products} products; its computing time (one thread, forward pass and "
+        f"Counted for the trace alone: {parts[2]} products; its computing time (one thread, forward pass and "
         f"derivation of graphs included) was that of {took / one:.1f}.",
     ]
 

@@ -1,11 +1,11 @@
-"""A start vector for the eigenvalue search: the sum of the leading eigenvectors of Gauss-Newton, from sketches.
+"""A starting vector for the eigenvalue search: the sum of the leading eigenvectors of Gauss-Newton, from sketches.
 
     GGN = Σ_ik g_ik g_ik^T,  g_ik = J_i^T a_ik      a_ik: column k of the root of the loss curvature at sample i
     P_ik = Σ_layers R (Σ_t g_t x_t^T) R'            a random sketch of g_ik:  E <P_ik, P_jl> = <g_ik, g_jl>
     P P^T c = e c   =>   u = Σ_ik c_ik g_ik / √e    approximates an eigenvector of GGN with eigenvalue e
 
 The trace computes all g_ik anyway, layer by layer. The sum of k vectors u is J^T times one cotangent per batch: one
-backward pass. An inaccurate start vector costs products, never correctness, so a small sketch is enough.
+backward pass. An inaccurate starting vector costs products, never correctness, so a small sketch is enough.
 
 Memory: WIDTH numbers for every position in a layer, at most MOST_ENTRIES in total, and WIDTH² numbers for each of at
 most MAX_SKETCHES gradients.

@@ -66,7 +66,7 @@ def spectrum(
         trace: also the trace: exact for the Gauss-Newton part where the outputs are few, ten random probes for the rest
             (one if the network is piecewise linear: then the rest is zero). If the output of the network is not known,
             exact on the Krylov space, and ten probes for its complement. Where the outputs are few, the same backward
-            passes estimate the leading Gauss-Newton eigenvectors as a start vector: one HVP more, and fewer in the
+            passes estimate the leading Gauss-Newton eigenvectors as a starting vector: one HVP more, and fewer in the
             search.
         density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 HVPs more.
         start: warm start: an earlier result for the same parameters, whose eigenvectors are used, or a flat vector. By
@@ -139,7 +139,7 @@ def spectrum(
         elif not verified:
             notes.append(
                 "not verified: an eigenvalue of multiplicity two may be listed once, and one whose eigenvector is "
-                "nearly orthogonal to the start vector may be missing"
+                "nearly orthogonal to the starting vector may be missing"
             )
         ggn_eigenvalue = math.nan
         if ggn and operator.has_ggn:

@@ -55,7 +55,7 @@ class TraceEstimate(NamedTuple):
 
 
 class TraceAndStart(NamedTuple):
-    """tr H with its standard error, its cost in products, and a start vector for the eigenvalue search, or None."""
+    """tr H with its standard error, its cost in products, and a starting vector for the eigenvalue search, or None."""
 
     value: float
     stderr: float
@@ -68,7 +68,7 @@ class LayerwiseError(Exception):
 
 
 def layerwise_trace(operator: ParameterOperator, generator: torch.Generator, k: int) -> TraceAndStart | None:
-    """tr H, and the sum of the k leading eigenvectors of Gauss-Newton as a start vector (`k` 0: none).
+    """tr H, and the sum of the k leading eigenvectors of Gauss-Newton as a starting vector (`k` 0: none).
 
     The operator counts the products. None if the curvature of the loss has no known factor.
 

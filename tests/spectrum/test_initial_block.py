@@ -1,4 +1,4 @@
-"""The start vector of the search: sketches of per-sample gradients against the gradients themselves."""
+"""The starting vector of the search: sketches of per-sample gradients against the gradients themselves."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_no_start_if_samples_interact() -> None:
 
 
 def test_negative_loss_curvature_is_skipped() -> None:
-    """Rounding alone gives confident samples some; the start vector is computed all the same."""
+    """Rounding alone gives confident samples some; the starting vector is computed all the same."""
     model, batch = make()
 
     def saddle(m: nn.Module, b: Any) -> Tensor:

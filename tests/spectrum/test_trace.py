@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 import curvmon
 from curvmon.operators.parameter_hessian import open_parameters
-from curvmon.spectrum.trace import gauss_newton_trace, remainder_trace, trace_of_parts
+from curvmon.spectrum.trace import gauss_newton_trace, layerwise_trace, remainder_trace, trace_of_parts
 from tests.helpers.spectrum_cases import Attention, Loss, Recurrent, Through, Tied, dense_hessian, frozen
 
 SAMPLES = 6
@@ -116,11 +116,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "old weight norm": (disguised(lambda layer: nn.utils.weight_norm(layer)), (5,)),
     "pruned": (disguised(lambda layer: prune.random_unstructured(layer, "weight", 0.4)), (5,)),
     "another forward": (disguised(forward_squared), (5,)),
-    "a forward pre-hook": (
-        disguised(lambda layer: layer.register_forward_pre_hook(lambda m, args: (2 * args[0],))),
-        (5,),
-    ),
-    "a forward hook": (disguised(lambda layer: layer.register_forward_hook(lambda m, args, y: 2 * y)), (5,)),
+    "a pre-hook": (disguised(lambda layer: layer.register_forward_pre_hook(lambda m, args: (2 * args[0],))), (5,)),
+    "a hook": (disguised(lambda layer: layer.register_forward_hook(lambda m, args, y: 2 * y)), (5,)),
     "many outputs": (lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 40)), (5,)),
     "attention": (Attention, (4, 6)),
     "lstm": (Recurrent, (5, 3)),
@@ -192,6 +189,21 @@ def test_ggn_and_relu_remainder_are_exact() -> None:
         assert ggn is not None and ggn.stderr < 1e-5 * ggn.value
         assert (remainder.value, remainder.stderr, remainder.products) == (0, 0, 1) or curved
         assert (remainder.stderr > 0 and remainder.products == 10) == curved
+
+
+def test_trace_and_starting_vector_are_one_result() -> None:
+    """The value does not depend on the starting vector, which costs one product more."""
+    model, batch = make("relu convolutions")
+    results = {}
+    for k in (0, 2):
+        with open_parameters(model, [batch], loss=LOSSES["cross-entropy"]) as operator:
+            result = layerwise_trace(operator, torch.Generator().manual_seed(0), k)
+            assert result is not None and result.products == operator.products
+            results[k] = result
+            size = operator.size
+    assert results[0].start is None
+    assert results[2].start is not None and results[2].start.shape == (size,) and results[2].start.isfinite().all()
+    assert results[2].value == results[0].value and results[2].products == results[0].products + 1
 
 
 def test_several_batches_leave_model_unchanged() -> None:

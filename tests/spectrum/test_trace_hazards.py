@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import curvmon
+from curvmon.operators.hessian import open_parameters
 from curvmon.spectrum.lanczos import Lanczos
+from curvmon.spectrum.layer_check import LayerCheck
 from tests.helpers.spectrum_cases import Through
 
 SAMPLES = 16
@@ -119,6 +121,17 @@ def test_ggn_of_a_loss_of_a_loss() -> None:
 
     s = torch.autograd.functional.hessian(behind, whole(x).detach().reshape(-1))
     assert result.ggn_eigenvalue == pytest.approx(torch.linalg.eigvalsh(j.T @ s @ j)[-1].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(mse, True), (gradient_penalty, False)])
+def test_layer_check(loss: Loss, expected: bool) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 1)
+    with open_parameters(mlp(1), [batch], loss=loss) as operator:
+        check = LayerCheck(operator)
+        assert not check.passed()  # no graph so far
+        ((_, layered),) = check.graphs()
+        assert len(layered.layers) == 2 and check.passed() == expected
 
 
 def test_note_if_layers_do_not_make_up_the_network() -> None:
