@@ -37,7 +37,7 @@ def hessian(model: nn.Module, batch: Any, *, loss: Loss) -> AbstractContextManag
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
         >>> batch = torch.randn(32, 4).double(), torch.randn(32, 2).double()
         >>> loss = lambda net, b: torch.nn.functional.mse_loss(net(b[0]), b[1])
-        >>> with curvmon.operators.parameter_hessian(net, batch, loss=loss) as H:
+        >>> with curvmon.operators.hessian(net, batch, loss=loss) as H:
         ...     sharpness = eigsh(H.as_linear_operator(), k=1, which="LA", return_eigenvectors=False)[0]
         >>> bool(abs(sharpness / curvmon.spectrum(net, batch, loss=loss, k=1).eigenvalues[0] - 1) < 0.01)
         True
