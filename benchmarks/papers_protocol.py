@@ -22,7 +22,7 @@ from curvmon.operators.session import open_session
 from curvmon.records import METRICS
 
 PROBES, POWER_STEPS, GAP_PROBES = 30, 20, 30
-PLAIN: dict[str, Any] = {"output": None, "batch_dim": 0, "dtype": None, "lean": False}
+PLAIN: dict[str, Any] = {"output": None, "batch_dim": 0, "dtype": None, "efficient": False}
 """torch's own operations: what `curvmon.graph.efficient_operations` saves is no part of the papers' protocol"""
 
 

@@ -34,7 +34,7 @@ def best_of(function: Callable[[], object], repeats: int = 3) -> float:
 
 def compare(name: str, model: nn.Module, batch: object, loss: Callable[..., Tensor], node: str) -> None:
     # torch's own operations, which all three ways can use
-    options: dict[str, Any] = {"output": None, "batch_dim": 0, "dtype": None, "lean": False}
+    options: dict[str, Any] = {"output": None, "batch_dim": 0, "dtype": None, "efficient": False}
     with open_session(model, batch, loss=loss, nodes=[node], **options) as session:
         operator = session.operator
         tap, slope = operator.graph.taps[0], operator._slopes[0]

@@ -1,4 +1,4 @@
-"""What can go wrong, by kind; every message says what to do about it."""
+"""Errors by kind; every message says what to do about it. And the one way to warn."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class NonFiniteError(CurvmonError, ArithmeticError):
 
 
 def warn(message: str) -> None:
-    """A warning in the user's terminal, on the first process only."""
-    if _process() == 0:
+    """A warning in the user's terminal, on rank 0 only."""
+    if _rank() == 0:
         warnings.warn(f"curvmon: {message}", category=UserWarning, stacklevel=3)
 
 
-def _process() -> int:
-    """From the process group if there is one, else from what launchers put into the environment."""
+def _rank() -> int:
+    """From the process group if there is one, else from the environment, which launchers set."""
     if torch.distributed.is_available():
         # not the names in torch.distributed, which are replaced during a measurement
         group: Any = torch.distributed.distributed_c10d
         if group.is_initialized():
             return int(group.get_rank())
-    found = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return next((int(rank) for rank in found if rank is not None), 0)
+    ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return next((int(rank) for rank in ranks if rank is not None), 0)

@@ -1,4 +1,4 @@
-"""Norms, precision, sampling: the arithmetic that every estimator shares."""
+"""Norms, precision, random vectors, and standard errors from few samples: what all estimators share."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from torch import Tensor
 
 from curvmon.errors import NonFiniteError
 
-# Student's t at 97.5 % over 1.96, for one to four degrees of freedom; a series takes over from five.
+_Z = 1.959964
+"""97.5 % quantile of the normal distribution"""
 _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
+"""97.5 % quantiles of Student's t distribution over _Z, for one to four degrees of freedom"""
 
 
 def small_sample_factor(freedom: int) -> float:
-    """What to multiply a standard error with so that ± 1.96 of it covers 95 % although it comes from few probes."""
+    """t / z, the 97.5 % quantiles of Student's t with `freedom` degrees of freedom and of the normal distribution.
+
+    A standard error from few samples times this factor: ± 1.96 of it then covers 95 %. From five degrees of freedom on
+    by an expansion of t in 1/n (Cornish & Fisher 1938; Abramowitz & Stegun 1964, 26.7.5), right to 0.2 %.
+    """
     if freedom < 1:
         return math.inf
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
-    z, n = 1.959964, float(freedom)
-    # Cornish-Fisher expansion of the quantile in 1/n
+    z, n = _Z, float(freedom)
     terms = (
         (z**2 + 1) / (4 * n),
         (5 * z**4 + 16 * z**2 + 3) / (96 * n**2),
@@ -31,7 +36,7 @@ def small_sample_factor(freedom: int) -> float:
 
 
 def precise_dtype(x: Tensor) -> torch.dtype:
-    """Double precision where the device has it."""
+    """float64 where the device has it."""
     return x.dtype if x.device.type == "mps" else torch.float64
 
 
@@ -40,7 +45,7 @@ def precise(x: Tensor) -> Tensor:
 
 
 def norm(x: Tensor) -> float:
-    """‖x‖ by squares in double precision: those of a loss scaled by 1e-20 or 1e20 have no place in float32."""
+    """‖x‖ in float64: if the loss is scaled by 1e-20 or 1e20, its squares underflow or overflow in float32."""
     return float(torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item())
 
 
@@ -48,8 +53,9 @@ def norm_squared(x: Tensor) -> float:
     return norm(x) ** 2
 
 
-def check_finite(images: Sequence[Tensor]) -> None:
-    if not all(torch.isfinite(image).all() for image in images):
+def check_finite(products: Sequence[Tensor]) -> None:
+    """Raise `NonFiniteError` if a Hessian-vector product is not finite."""
+    if not all(torch.isfinite(product).all() for product in products):
         raise NonFiniteError(
             "a Hessian-vector product is not finite although the loss is; "
             "look for sqrt, norm or log at zero, or overflow in low precision"
@@ -57,11 +63,11 @@ def check_finite(images: Sequence[Tensor]) -> None:
 
 
 def gaussian(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Independent normal entries (d x count). Drawn on the CPU: the same seed means the same probes on every device."""
+    """Independent normal entries, d x count. Drawn on the CPU: the same seed gives the same probes on every device."""
     return torch.randn(like.numel(), count, generator=generator, device="cpu").to(dtype=like.dtype, device=like.device)
 
 
 def rademacher(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Drawn on the CPU: the same seed means the same vectors on every device."""
+    """Independent signs in the shape of `like`. Drawn on the CPU: the same seed gives the same on every device."""
     bits = torch.randint(2, like.shape, generator=generator, device="cpu", dtype=torch.int8)
     return bits.mul_(2).sub_(1).to(like.device).to(like.dtype)

@@ -42,7 +42,7 @@ def backward_inside(m: Any, b: Batch) -> Tensor:
     ("loss", "message"),
     [
         (lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), r"shape \(8,\): reduce it"),
-        (lambda m, b: ce(m, b).item(), r"not float: leave out .item\(\)"),
+        (lambda m, b: ce(m, b).item(), r"not float: remove .item\(\)"),
         (lambda m, b: {"loss": ce(m, b)}, "not dict: return its loss entry"),
         (lambda m, b: None, "not NoneType: did you forget the return?"),
         (lambda m, b: F.cross_entropy(torch.randn(8, 3), b[1]), "did not call the model that was passed"),
@@ -53,16 +53,16 @@ def backward_inside(m: Any, b: Batch) -> Tensor:
         (lambda m, b: ce(m, b) / 0, "the loss is inf"),
     ],
 )
-def test_a_loss_that_cannot_be_used(run: Any, loss: Any, message: str, model: nn.Module, batch: Batch) -> None:
+def test_unusable_loss(run: Any, loss: Any, message: str, model: nn.Module, batch: Batch) -> None:
     with pytest.raises(curvmon.LossError, match=message):
         run(model, batch, loss=loss, nodes=["0", "2"])
     with pytest.raises(curvmon.LossError):
         run(model, batch, loss=loss)
 
 
-def test_a_loss_of_one_element_is_a_scalar(model: nn.Module, batch: Batch) -> None:
-    found = curvmon.exact(model, batch, loss=lambda m, b: ce(m, b).reshape(1, 1), nodes=["0"])
-    torch.testing.assert_close(found.resonance, curvmon.exact(model, batch, loss=ce, nodes=["0"]).resonance)
+def test_loss_of_one_element_is_a_scalar(model: nn.Module, batch: Batch) -> None:
+    measured = curvmon.exact(model, batch, loss=lambda m, b: ce(m, b).reshape(1, 1), nodes=["0"])
+    torch.testing.assert_close(measured.resonance, curvmon.exact(model, batch, loss=ce, nodes=["0"]).resonance)
 
 
 @both
@@ -80,15 +80,15 @@ def test_nan_in_a_parameter_is_named(model: nn.Sequential, batch: Batch) -> None
         curvmon.measure(model, batch, loss=ce)
 
 
-def test_infinite_masks_are_fine(model: nn.Module, batch: Batch) -> None:
+def test_infinite_masks_are_allowed(model: nn.Module, batch: Batch) -> None:
     mask = torch.zeros(8, 3)
     mask[:, 2] = -float("inf")
     labels = batch[1].clamp_max(1)
-    found = curvmon.measure(model, (batch[0], labels, mask), loss=lambda m, b: F.cross_entropy(m(b[0]) + b[2], b[1]))
-    assert torch.isfinite(found.resonance).all()
+    measured = curvmon.measure(model, (batch[0], labels, mask), loss=lambda m, b: F.cross_entropy(m(b[0]) + b[2], b[1]))
+    assert torch.isfinite(measured.resonance).all()
 
 
-def test_second_derivatives_that_are_not_finite(model: nn.Module, batch: Batch) -> None:
+def test_non_finite_second_derivatives(model: nn.Module, batch: Batch) -> None:
     def loss(m: Any, b: Batch) -> Tensor:
         return (m(b[0]) - m(b[0]).detach()).pow(2).sum(-1).add(0.0).pow(0.75).sum()
 
@@ -97,13 +97,13 @@ def test_second_derivatives_that_are_not_finite(model: nn.Module, batch: Batch) 
 
 
 @both
-def test_an_empty_batch(run: Any, model: nn.Module) -> None:
+def test_empty_batch(run: Any, model: nn.Module) -> None:
     with pytest.raises(curvmon.InputError, match="the batch is empty"):
         run(model, (torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)), loss=ce)
 
 
 @both
-def test_a_batch_dimension_that_does_not_exist(run: Any, model: nn.Module, batch: Batch) -> None:
+def test_nonexistent_batch_dimension(run: Any, model: nn.Module, batch: Batch) -> None:
     with pytest.raises(curvmon.InputError, match=r"batch_dim=3 does not exist: batch\[0\] has shape \(8, 5\)"):
         run(model, batch, loss=ce, batch_dim=3)
     with pytest.raises(curvmon.InputError, match=r"batch_dim=2 does not exist at 0, which has shape \(8, 6\)"):
@@ -140,12 +140,12 @@ def test_a_batch_dimension_that_does_not_exist(run: Any, model: nn.Module, batch
         ({"loss": lambda out, target: F.cross_entropy(out, target)}, "loss takes the model and the batch"),
     ],
 )
-def test_arguments_that_cannot_be_meant(options: dict[str, Any], message: str, model: nn.Module, batch: Batch) -> None:
+def test_invalid_arguments(options: dict[str, Any], message: str, model: nn.Module, batch: Batch) -> None:
     with pytest.raises(curvmon.InputError, match=message):
         curvmon.measure(model, batch, **{"loss": ce, **options})
 
 
-def test_a_model_that_is_no_module(batch: Batch) -> None:
+def test_model_that_is_no_module(batch: Batch) -> None:
     with pytest.raises(curvmon.InputError, match=r"model must be a torch.nn.Module, not function"):
         curvmon.measure(ce, batch, loss=ce)  # type: ignore[arg-type]
 
@@ -174,7 +174,7 @@ class Once(torch.autograd.Function):
 
 @both
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_function_that_is_differentiable_once(run: Any, residual: bool, model: nn.Sequential, batch: Batch) -> None:
+def test_function_differentiable_once(run: Any, residual: bool, model: nn.Sequential, batch: Batch) -> None:
     """autograd would call its second derivative zero."""
 
     def loss(m: Any, b: Batch) -> Tensor:
@@ -185,8 +185,8 @@ def test_a_function_that_is_differentiable_once(run: Any, residual: bool, model:
         curvmon.DoubleBackwardError, match=r"Once between the nodes and the loss.*drop @once_differentiable"
     ):
         run(model, batch, loss=loss, nodes=["0"])
-    behind = run(model, batch, loss=loss, nodes=["4"])
-    assert behind.resonance.item() > 0
+    after = run(model, batch, loss=loss, nodes=["4"])
+    assert after.resonance.item() > 0
 
 
 def test_ctc_has_no_double_backward(model: nn.Module) -> None:
@@ -198,7 +198,7 @@ def test_ctc_has_no_double_backward(model: nn.Module) -> None:
         curvmon.measure(model, torch.randn(8, 5), loss=loss, nodes=["0"])
 
 
-def test_embedding_bag_weights_behind_a_node() -> None:
+def test_embedding_bag_weights_after_a_node() -> None:
     class Bag(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -219,7 +219,7 @@ def test_tensors_that_cannot_be_converted(model: nn.Module, batch: Batch) -> Non
         curvmon.exact(model, batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weight))
 
 
-def test_exact_refuses_what_does_not_fit() -> None:
+def test_exact_refuses_blocks_that_do_not_fit() -> None:
     model = nn.Sequential(nn.Linear(4, 10_000), nn.Tanh(), nn.Linear(10_000, 10_000), nn.Tanh())
     with pytest.raises(curvmon.InputError, match=r"GiB; choose smaller nodes, or use curvmon.measure"):
         curvmon.exact(model, torch.ones(2, 4), loss=lambda m, b: F.mse_loss(m(b), torch.zeros(2, 10_000)))
@@ -244,42 +244,42 @@ def separate(m: Any, b: Batch) -> Tensor:
 
 @both
 def test_zero_blocks(run: Any, batch: Batch) -> None:
-    found = run(TwoTowers(), batch, loss=separate, nodes=["left", "right"])
-    assert found.resonance[0, 1] == found.resonance[1, 0] == 0
-    assert found.stderr["resonance"][0, 1] == 0
+    measured = run(TwoTowers(), batch, loss=separate, nodes=["left", "right"])
+    assert measured.resonance[0, 1] == measured.resonance[1, 0] == 0
+    assert measured.stderr["resonance"][0, 1] == 0
     for metric in ("coupling", "stable_rank", "gn_gap"):
-        assert torch.isnan(getattr(found, metric)[0, 1])
-        assert torch.isfinite(getattr(found, metric).diagonal()).all()
-    assert any(note.startswith("left--right: zero") for note in found.notes)
+        assert torch.isnan(getattr(measured, metric)[0, 1])
+        assert torch.isfinite(getattr(measured, metric).diagonal()).all()
+    assert any(note.startswith("left--right: zero") for note in measured.notes)
 
 
 @both
-def test_a_loss_that_is_linear_in_the_nodes(run: Any, batch: Batch) -> None:
-    found = run(nn.Sequential(nn.Linear(5, 20)), batch, loss=lambda m, b: m(b[0]).sum(), nodes=["0"])
-    assert found.resonance.item() == 0 and torch.isnan(found.coupling).all()
+def test_loss_linear_in_the_nodes(run: Any, batch: Batch) -> None:
+    measured = run(nn.Sequential(nn.Linear(5, 20)), batch, loss=lambda m, b: m(b[0]).sum(), nodes=["0"])
+    assert measured.resonance.item() == 0 and torch.isnan(measured.coupling).all()
 
 
 @both
-def test_coupling_without_curvature_of_its_own_is_infinite(run: Any, batch: Batch) -> None:
+def test_coupling_with_zero_diagonal_blocks_is_infinite(run: Any, batch: Batch) -> None:
     def loss(m: Any, b: Batch) -> Tensor:
         return (m.left(b[0]) * m.right(b[0])).mean()
 
-    found = run(TwoTowers(), batch, loss=loss, nodes=["left", "right"])
-    assert found.coupling[0, 1] == float("inf") and found.resonance[0, 1] > 0
-    assert any("C is infinite" in note for note in found.notes)
+    measured = run(TwoTowers(), batch, loss=loss, nodes=["left", "right"])
+    assert measured.coupling[0, 1] == float("inf") and measured.resonance[0, 1] > 0
+    assert any("C is infinite" in note for note in measured.notes)
 
 
 @both
-def test_curvature_without_a_gauss_newton_part(run: Any, batch: Batch) -> None:
+def test_curvature_without_gauss_newton_part(run: Any, batch: Batch) -> None:
     """l1_loss has no curvature at its input: all of H is T."""
 
     def loss(m: Any, b: Batch) -> Tensor:
         out = m.left(b[0]).tanh()
         return F.l1_loss(out, 2 * torch.ones_like(out))
 
-    found = run(TwoTowers(), batch, loss=loss, nodes=["left"])
-    assert found.resonance.item() > 0 and found.gn_gap.item() == float("inf")
-    assert any("the gap is infinite" in note for note in found.notes)
+    measured = run(TwoTowers(), batch, loss=loss, nodes=["left"])
+    assert measured.resonance.item() > 0 and measured.gn_gap.item() == float("inf")
+    assert any("the gap is infinite" in note for note in measured.notes)
 
 
 def test_sparse_coupling_on_a_small_budget_does_not_crash(batch: Batch) -> None:
@@ -290,11 +290,11 @@ def test_sparse_coupling_on_a_small_budget_does_not_crash(batch: Batch) -> None:
         return (5 * left[:, 0] ** 2 + 5 * right[:, 0] ** 2 + 0.1 * left[:, 10] * right[:, 15]).mean()
 
     for seed in range(10):
-        found = curvmon.measure(TwoTowers(), batch, loss=loss, nodes=["left", "right"], max_hvps=10, seed=seed)
-        assert found.hvps <= 10
+        measured = curvmon.measure(TwoTowers(), batch, loss=loss, nodes=["left", "right"], max_hvps=10, seed=seed)
+        assert measured.hvps <= 10
 
 
-def test_a_default_device_does_not_matter(model: nn.Module, batch: Batch) -> None:
+def test_default_device_is_irrelevant(model: nn.Module, batch: Batch) -> None:
     plain = curvmon.measure(model, batch, loss=ce)
     with torch.device("meta"):
         assert torch.equal(curvmon.measure(model, batch, loss=ce).resonance, plain.resonance)

@@ -1,4 +1,4 @@
-"""Check what the user passes, before anything runs."""
+"""Check the user's arguments before anything runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CRITERION = (
 
 
 def check_arguments(model: Any, loss: Any, nodes: Any, output: Any, batch_dim: Any) -> list[str] | None:
-    """Raise `InputError` for what cannot be meant; returns the nodes' names, None for the automatic choice."""
+    """Names or patterns of nodes, None for the automatic choice; `InputError` for arguments that cannot be used."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if isinstance(loss, torch.nn.modules.loss._Loss) or getattr(loss, "__module__", "") == "torch.nn.functional":
+    if _is_criterion(loss):
         raise InputError(CRITERION)
     if not callable(loss):
         raise InputError("loss must be a callable loss(model, batch) that returns a scalar tensor")
@@ -39,6 +39,12 @@ def check_arguments(model: Any, loss: Any, nodes: Any, output: Any, batch_dim: A
         if not isinstance(name, str):
             raise InputError(f"nodes must be names of submodules or glob patterns, not {type(name).__name__}")
     return names
+
+
+def _is_criterion(loss: Any) -> bool:
+    """A loss of torch.nn or torch.nn.functional, or a subclass."""
+    of_class = any(base.__module__ == "torch.nn.modules.loss" for base in type(loss).__mro__)
+    return of_class or getattr(loss, "__module__", "") == "torch.nn.functional"
 
 
 def check_budget(rtol: Any, max_hvps: Any, seed: Any) -> None:
@@ -61,10 +67,10 @@ def has_dimension(shape: Sequence[int], dim: int) -> bool:
 
 
 def batch_size(batch: Any, batch_dim: int) -> int | None:
-    """The number of samples, by vote of the tensors in the batch; None for a batch without tensors.
+    """The number of samples, by a majority vote of the tensors in the batch; None for a batch without tensors.
 
     `batch_dim` is a dimension of the nodes' outputs. Targets often count samples along their only dimension, and a
-    model that is sequence-first inside may take its input the other way round, so dimension 0 has a vote too.
+    model that is sequence-first inside may take batch-first input, so dimension 0 has a vote too.
     """
     # a nested tensor may have no shape
     tensors = [(path, tensor) for path, tensor in named_tensors(batch) if not tensor.is_nested]
@@ -87,7 +93,7 @@ def batch_size(batch: Any, batch_dim: int) -> int | None:
 
 
 def why_not_finite(batch: Any, model: nn.Module) -> str:
-    """Where the first NaN comes from. Infinite inputs are legal: attention masks hold -inf."""
+    """Where the first NaN is. Infinite inputs are legal: attention masks hold -inf."""
     for path, tensor in named_tensors(batch):
         dense = tensor.layout is torch.strided and not tensor.is_nested
         if dense and tensor.is_floating_point() and torch.isnan(tensor).any():
@@ -99,7 +105,7 @@ def why_not_finite(batch: Any, model: nn.Module) -> str:
 
 
 def explained(run: Callable[[], Any], model: nn.Module, dtype: torch.dtype | None) -> Any:
-    """Run the loss for the first time, and say what the likeliest mistakes mean."""
+    """Run the loss for the first time; the most likely mistakes become an `InputError` with a remedy."""
     try:
         return run()
     except TypeError as error:
@@ -112,6 +118,6 @@ def explained(run: Callable[[], Any], model: nn.Module, dtype: torch.dtype | Non
             raise
         raise InputError(
             f"{text.splitlines()[0]}. The measurement computes in {dtype or torch.float32}: parameters, buffers and "
-            f"the tensors in the batch are converted, others cannot be. Put tensors that the loss takes from elsewhere "
+            f"the tensors in the batch are converted, others cannot be. Put other tensors that the loss uses "
             f"(class weights, say) into the batch or a buffer, or convert them where they are used with .to(x.dtype)"
         ) from error

@@ -1,4 +1,4 @@
-"""`autograd.grad` as the products need it: graphs are kept, missing paths are zeros, errors say what to do."""
+"""`autograd.grad` for Hessian-vector products: graphs are kept, missing paths give zeros, errors say what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from curvmon.errors import DoubleBackwardError, LossError
-from curvmon.graph.efficient_operations import is_ours, users_name
+from curvmon.graph.efficient_operations import is_efficient_operation, torch_name
+from curvmon.isolation.patches import CONVOLUTION_NODE, ERROR_NODE
 
 
 def product(
@@ -20,16 +21,17 @@ def product(
     cotangents: Sequence[Tensor],
     batched: bool = False,
 ) -> list[Tensor]:
-    """Σ_i <cotangent_i, function_i> differentiated by every variable; zeros where the graph has no path.
+    """d/dx_j Σ_i <c_i, f_i> for every variable x_j: a vector-Jacobian product; zeros where the graph has no path.
 
-    `batched`: cotangents and results have one more dimension in front, and are products of their own along it.
+    With `batched`, cotangents and results have one more dimension in front: one product for each index along it. One
+    backward pass.
     """
     pairs = [(f, c) for f, c in zip(functions, cotangents) if f is not None and f.requires_grad]
     results: Sequence[Tensor | None] = [None] * len(variables)
     if pairs:
         results = differentiate([f for f, _ in pairs], variables, [c for _, c in pairs], batched=batched)
-    many = cotangents[0].shape[:1] if batched else ()
-    return [v.new_zeros((*many, *v.shape)) if r is None else r.detach() for r, v in zip(results, variables)]
+    leading = cotangents[0].shape[:1] if batched else ()
+    return [v.new_zeros((*leading, *v.shape)) if r is None else r.detach() for r, v in zip(results, variables)]
 
 
 def differentiate(
@@ -39,7 +41,7 @@ def differentiate(
     create_graph: bool = False,
     batched: bool = False,
 ) -> list[Tensor | None]:
-    """`autograd.grad` that keeps the graph; None where the graph has no path: there the derivative is zero."""
+    """`autograd.grad` that keeps the graph; None where the graph has no path and the derivative is zero."""
     if not variables or not any(f.requires_grad for f in functions):
         return [None] * len(variables)
     try:
@@ -59,14 +61,14 @@ def differentiate(
 
 
 def _explained(error: RuntimeError) -> Exception:
-    """Name the operation that has no second derivative, and a way out; other errors stay as they are."""
+    """Name the operation that has no second derivative, and a remedy; other errors are returned as they are."""
     text = str(error)
     if "backward through the graph a second time" in text:
         return LossError("the graph of the loss is gone: loss(model, batch) must not call backward() itself")
     if match := re.search(r"derivative for '?(?:aten::)?(\w+?)(_backward)?'? is not implemented", text):
         operation = match.group(1).strip("_")
-        known = (remedy for name, remedy in _REMEDIES.items() if operation.startswith(name))
-        remedy = next(known, "replace it by operations that have a double backward")
+        remedies = (remedy for name, remedy in _REMEDIES.items() if operation.startswith(name))
+        remedy = next(remedies, "replace it by operations that have a double backward")
     elif "double backward" in text or "backward twice" in text or "twice differentiable" in text:
         operation, remedy = "an operation", text.splitlines()[0]
     else:
@@ -88,17 +90,20 @@ _REMEDIES = {
 
 
 def custom_functions(tensors: Sequence[Tensor]) -> list[str]:
-    """Names of the custom autograd functions behind a loss and its gradients; an error if one cannot go on.
+    """Names of the user's autograd functions in the graph behind a loss and its gradients.
 
-    Under `once_differentiable` a gradient ends in an Error node that leads to no variable. `autograd.grad` never gets
-    there and would call the derivative zero.
+    Under `once_differentiable` the graph of a gradient ends in an Error node that leads to no variable. `autograd.grad`
+    does not reach it, and the derivative would seem to be zero.
+
+    Raises:
+        DoubleBackwardError: the graph has such a node.
     """
-    names, ends = set(), False
+    names, not_differentiable = set(), False
     for function in _reachable(tensors):
-        ends |= function.name() == "torch::autograd::Error"
-        if isinstance(function, torch.autograd.function.BackwardCFunction) and not is_ours(function):
+        not_differentiable |= function.name() == ERROR_NODE
+        if isinstance(function, torch.autograd.function.BackwardCFunction) and not is_efficient_operation(function):
             names.add(type(function).__name__.removesuffix("Backward"))
-    if ends:
+    if not_differentiable:
         raise _no_double_backward(
             ", ".join(sorted(names)) or "a custom autograd function",
             "write its backward with differentiable operations and drop @once_differentiable",
@@ -107,38 +112,38 @@ def custom_functions(tensors: Sequence[Tensor]) -> list[str]:
 
 
 def bypassed(loss: Tensor, variables: Sequence[Tensor], gates: Sequence[Tensor]) -> bool:
-    """Does the graph lead from the loss to one of the variables other than through the sums `x + gate`?
+    """Whether the graph leads from the loss to one of the variables other than through the sums `x + gate`.
 
-    A gradient cannot tell: a term may have none here and curvature all the same.
+    A gradient does not show it: a term may have no gradient here and still have curvature.
     """
     return leads_to([loss], variables, gates)
 
 
 def leads_to(tensors: Sequence[Tensor], leaves: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> bool:
-    """Does the graph behind some tensors lead to one of the leaves, other than through the sums `x + gate`?"""
+    """Whether the graph behind the tensors leads to one of the leaves, other than through the sums `x + gate`."""
     wanted = {id(leaf) for leaf in leaves}
     return any(id(getattr(function, "variable", None)) in wanted for function in _reachable(tensors, gates))
 
 
 def has_convolutions(tensors: Sequence[Tensor]) -> bool:
-    """Somewhere in the graph behind some tensors."""
-    return any("Convolution" in function.name() for function in _reachable(tensors))
+    """Whether there is one in the graph behind the tensors."""
+    return any(CONVOLUTION_NODE in function.name() for function in _reachable(tensors))
 
 
 def operations(stages: Sequence[Tensor]) -> list[Counter[str]]:
-    """What happens before each of some tensors and not before an earlier one: names of operations, and how often."""
+    """For each tensor, the operations that it needs and no earlier one does: their names, and how often."""
     seen: set[Any] = set()
-    found = []
+    counts = []
     for tensor in stages:
-        fresh = set(_reachable([tensor])) - seen
-        seen |= fresh
-        names = [name for function in fresh if (name := users_name(function)) is not None]
-        found.append(Counter(re.sub(r"Backward\d*$", "", name.split("::")[-1]) for name in names))
-    return found
+        new = set(_reachable([tensor])) - seen
+        seen |= new
+        names = [name for function in new if (name := torch_name(function)) is not None]
+        counts.append(Counter(re.sub(r"Backward\d*$", "", name.split("::")[-1]) for name in names))
+    return counts
 
 
 def _reachable(tensors: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> list[Any]:
-    """All nodes of the graph behind some tensors; what is added to one of the leaves `gates` is left out."""
+    """All nodes of the graph behind the tensors, except those behind a sum `x + gate` with a leaf of `gates`."""
     closed = {id(gate) for gate in gates}
     queue: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen = set(queue)
@@ -146,7 +151,7 @@ def _reachable(tensors: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> list[
         following = [function for function, _ in queue.pop().next_functions if function is not None]
         if any(id(getattr(function, "variable", None)) in closed for function in following):
             continue
-        fresh = set(following) - seen
-        seen |= fresh
-        queue += fresh
+        new = set(following) - seen
+        seen |= new
+        queue += new
     return list(seen)

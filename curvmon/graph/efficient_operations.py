@@ -1,12 +1,12 @@
-"""Operations of a network whose second derivatives torch computes at too high a price, done another way meanwhile.
+"""Replacements of operations whose second derivatives are expensive in torch.
 
-    convolution     with constant weights it is linear: torch differentiates by the weights as well, and keeps the input
+    convolution     with constant weights, x -> W x is linear; torch also differentiates w.r.t. W, and keeps x
     batch norm      in eval mode it is x * scale + shift
-    activation      elementwise f(x): f'(x) and f''(x) are computed once; torch rebuilds them in every product from a
-                    composition of several operations, each of which keeps its inputs
+    activation      elementwise f(x): f'(x) and f''(x) are computed once; torch composes them in every product from
+                    several operations, each of which keeps its inputs
 
-Values and derivatives up to the second are the same, to rounding; a convolution is right to all orders. Where a loss
-differentiates by itself (a gradient penalty, a PINN) three orders are needed, and torch's own operations stay.
+Values and derivatives up to the second are the same up to rounding; those of a convolution to all orders. A loss that
+takes gradients itself (a gradient penalty, a PINN) needs three orders: it is run with torch's own operations.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from curvmon.isolation.patches import CONVOLUTION_BACKWARD, NATIVE_FUNCTIONS, is_transformed
+
 _ACTIVATION_NAMES = "silu gelu tanh sigmoid softplus elu selu celu mish hardswish logsigmoid softsign"
 _ACTIVATIONS = frozenset(
     getattr(space, name)
-    for space in (F, torch, torch._C._nn, Tensor)
+    for space in (F, torch, NATIVE_FUNCTIONS.get(), Tensor)
     for name in _ACTIVATION_NAMES.split()
     if hasattr(space, name)
 )
@@ -38,16 +40,23 @@ _CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
 """spatial dimensions, transposed"""
 
 
-class LeanOperations(TorchFunctionMode):
-    """While active, replaces the operations above where they depend on a tap and on no parameter."""
+_REPLACED_NODE = "replaced_node"
+"""attribute of the nodes of the replacements: the name of torch's own node"""
+
+
+class EfficientOperations(TorchFunctionMode):
+    """While active, replaces the operations above where their input depends on a tap and their weights are constant.
+
+    Attributes:
+        loss_differentiates: a gradient was taken while active, so the loss must be computed without replacements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.active = False
         self.loss_differentiates = False
-        """a derivative was taken while active: what was computed must not be used"""
 
-    def __enter__(self) -> LeanOperations:
+    def __enter__(self) -> EfficientOperations:
         self.active = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -61,27 +70,26 @@ class LeanOperations(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = None
-        if func in _CONVOLUTIONS and _is_plain_call():
+        if func in _CONVOLUTIONS and _is_replaceable_call():
             result = _convolution(*_CONVOLUTIONS[func], *args, **kwargs)
-        elif func is F.batch_norm and _is_plain_call():
+        elif func is F.batch_norm and _is_replaceable_call():
             result = _affine(*args, **kwargs)
-        elif func in _ACTIVATIONS and args and _is_plain_call():
+        elif func in _ACTIVATIONS and args and _is_replaceable_call():
             result = self._activation(func, args[0], args[1:], kwargs)
         return func(*args, **kwargs) if result is None else result
 
     def _activation(self, func: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         options = *args, *kwargs.values()
         in_place = kwargs.get("inplace", False) or args[-1:] == (True,)
-        # another tensor among the options would be a second input, or one to write to
+        # a tensor among the options would be a second input, or an output to write to
         if in_place or not _is_tapped(x) or not all(isinstance(value, (bool, int, float, str)) for value in options):
             return None
-        return _apply(_Activation, x, _apply(_Handle, x), self, lambda at: func(at, *args, **kwargs))
+        return _apply(_Activation, x, _apply(_InputProxy, x), self, lambda at: func(at, *args, **kwargs))
 
 
-def _is_plain_call() -> bool:
-    """Neither under torch.func nor under forward-mode differentiation, which want rules of their own."""
-    plain = torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0
-    return plain and torch.is_grad_enabled()
+def _is_replaceable_call() -> bool:
+    """Neither under torch.func nor in forward mode: these need rules that the replacements do not have."""
+    return torch.is_grad_enabled() and not is_transformed()
 
 
 def _is_tapped(x: Any) -> bool:
@@ -98,17 +106,14 @@ def _apply(function: Any, *args: Any) -> Tensor:
     return result
 
 
-def is_ours(function: Any) -> bool:
-    """A node of a graph that is here because of these operations, not of the user's."""
-    kinds: tuple[Any, ...] = (_Activation, _Handle, _Slope, _Convolution, _Adjoint)
-    return isinstance(function, tuple(kind._backward_cls for kind in kinds))
+def is_efficient_operation(function: Any) -> bool:
+    """Whether a node of an autograd graph comes from these replacements."""
+    return hasattr(function, _REPLACED_NODE)
 
 
-def users_name(function: Any) -> str | None:
-    """What torch would call a node of a graph without these operations; None if it would not be there."""
-    if isinstance(function, _Handle._backward_cls):
-        return None
-    name: str = getattr(function, "stands_for", None) or function.name()
+def torch_name(function: Any) -> str | None:
+    """The name that a node of an autograd graph has in torch without replacements; None if it has none there."""
+    name: str | None = getattr(function, _REPLACED_NODE, function.name())
     return name
 
 
@@ -116,30 +121,32 @@ class _Activation(torch.autograd.Function):
     """y = f(x), elementwise."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: Tensor, mode: LeanOperations, function: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, proxy: Tensor, mode: EfficientOperations, function: Any) -> Tensor:
         with torch.enable_grad():
             at = x.detach().requires_grad_()
             y = function(at)
-            (slope,) = torch.autograd.grad(y, at, torch.ones_like(y), create_graph=True)
-            bend = torch.autograd.grad(slope, at, torch.ones_like(y))[0] if slope.requires_grad else None
-        ctx.save_for_backward(handle, slope.detach(), torch.zeros_like(x) if bend is None else bend)
-        ctx.mode, ctx.stands_for = mode, y.grad_fn.name()
+            (first,) = torch.autograd.grad(y, at, torch.ones_like(y), create_graph=True)
+            second = torch.autograd.grad(first, at, torch.ones_like(y))[0] if first.requires_grad else None
+        ctx.save_for_backward(proxy, first.detach(), torch.zeros_like(x) if second is None else second)
+        ctx.mode, ctx.replaced_node = mode, y.grad_fn.name()
         value: Tensor = y.detach()
         return value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        handle, slope, bend = ctx.saved_tensors
+        proxy, first, second = ctx.saved_tensors
         ctx.mode.loss_differentiates |= ctx.mode.active
-        through = _apply(_Slope, gradient, handle, slope, bend) if torch.is_grad_enabled() else gradient * slope
-        return through, None, None, None
+        if not torch.is_grad_enabled():
+            return gradient * first, None, None, None
+        return _apply(_ActivationGradient, gradient, proxy, first, second), None, None, None
 
 
-class _Handle(torch.autograd.Function):
-    """Stands for x in a graph and takes no memory, where only the way to x is needed."""
+class _InputProxy(torch.autograd.Function):
+    """In place of x where only the path of the graph to x is needed: takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.replaced_node = None
         return x.new_zeros(()).expand_as(x)
 
     @staticmethod
@@ -147,19 +154,20 @@ class _Handle(torch.autograd.Function):
         return gradient
 
 
-class _Slope(torch.autograd.Function):
+class _ActivationGradient(torch.autograd.Function):
     """g f'(x), as a function of g and x."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, handle: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
-        ctx.save_for_backward(slope, gradient * bend)
-        return gradient * slope
+    def forward(ctx: Any, gradient: Tensor, proxy: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        ctx.save_for_backward(first, gradient * second)
+        ctx.replaced_node = None
+        return gradient * first
 
     @staticmethod
-    @once_differentiable  # a third derivative would be wrong, and must not pass
+    @once_differentiable  # a third derivative would be wrong: an error instead
     def backward(ctx: Any, tangent: Tensor) -> Any:
-        slope, bent = ctx.saved_tensors
-        return tangent * slope, tangent * bent, None, None
+        first, weighted_second = ctx.saved_tensors
+        return tangent * first, tangent * weighted_second, None, None
 
 
 def _affine(
@@ -172,22 +180,22 @@ def _affine(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    """(x - mean) / sqrt(variance + eps) * weight + bias in eval mode; arguments as F.batch_norm names them."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias, eval mode only; arguments as those of F.batch_norm."""
     constants = running_mean, running_var, weight, bias
     if training or running_mean is None or running_var is None or not _is_tapped(input):
         return None
     if not all(_is_constant(c) and (c is None or c.dtype == input.dtype) for c in constants):
-        return None  # in mixed precision the result has the precision of the input
+        return None  # in mixed precision torch's result has the dtype of the input
     scale = (running_var + eps).rsqrt()
     scale = scale if weight is None else scale * weight
     shift = -running_mean * scale if bias is None else bias - running_mean * scale
     shape = [1, -1, *[1] * (input.ndim - 2)]
-    moved: Tensor = input * scale.reshape(shape) + shift.reshape(shape)
-    return moved
+    result: Tensor = input * scale.reshape(shape) + shift.reshape(shape)
+    return result
 
 
 class _Geometry(NamedTuple):
-    """How a convolution is laid out, in the order that torch.convolution takes it."""
+    """The options of a convolution, in the order of the arguments of torch.convolution."""
 
     stride: list[int]
     padding: list[int]
@@ -200,30 +208,35 @@ class _Geometry(NamedTuple):
 def _convolution(
     dims: int, transposed: bool, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """With constant weights; None where this is not such a call. Arguments as torch names them."""
-    if not _is_tapped(input) or input.ndim != dims + 2 or not (_is_constant(weight) and _is_constant(bias)):
+    """W x + bias with constant weights; None for any other call. Arguments as those of torch's convolutions."""
+    if (
+        CONVOLUTION_BACKWARD.get() is None
+        or not _is_tapped(input)
+        or input.ndim != dims + 2
+        or not (_is_constant(weight) and _is_constant(bias))
+    ):
         return None
     tail = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
-    given = dict(zip(("stride", "padding", *tail), args)) | kwargs
+    options = dict(zip(("stride", "padding", *tail), args)) | kwargs
 
     def per_dimension(name: str, default: int) -> list[int]:
-        value = given.get(name, default)
+        value = options.get(name, default)
         values = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
         return values * dims if len(values) == 1 else values
 
     dilation = per_dimension("dilation", 1)
-    if isinstance(given.get("padding"), str):
+    if isinstance(options.get("padding"), str):
         reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:])]
-        if given["padding"] == "same" and any(r % 2 for r in reach):
-            return None  # padded on one side more than on the other
-        given["padding"] = [r // 2 if given["padding"] == "same" else 0 for r in reach]
+        if options["padding"] == "same" and any(r % 2 for r in reach):
+            return None  # the padding is not symmetric
+        options["padding"] = [r // 2 if options["padding"] == "same" else 0 for r in reach]
     geometry = _Geometry(
         per_dimension("stride", 1),
         per_dimension("padding", 0),
         dilation,
         transposed,
         per_dimension("output_padding", 0),
-        int(given.get("groups", 1)),
+        int(options.get("groups", 1)),
     )
     return _apply(_Convolution, input, weight, bias, geometry)
 
@@ -235,7 +248,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.geometry, ctx.shape = geometry, x.shape
-        ctx.stands_for = "ConvolutionBackward0"
+        ctx.replaced_node = "ConvolutionBackward0"
         return torch.convolution(x, weight, bias, *geometry)
 
     @staticmethod
@@ -249,11 +262,10 @@ class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.geometry = geometry
-        like = gradient.new_empty(1).expand(shape)  # only its shape matters
+        ctx.geometry, ctx.replaced_node = geometry, None
+        like = gradient.new_empty(1).expand(shape)  # only its shape is used
         only_input = [True, False, False]
-        backward = torch.ops.aten.convolution_backward
-        result: Tensor = backward(gradient, like, weight, None, *geometry, only_input)[0]
+        result: Tensor = CONVOLUTION_BACKWARD.get()(gradient, like, weight, None, *geometry, only_input)[0]
         return result
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Layers that are linear in their own parameters, f = A(x) θ: what follows from that for second derivatives.
+"""Layers that are linear in their own parameters, f = A(x) θ, and their second derivatives.
 
 Linear, convolution, the affine part of a normalisation. If such a layer runs once, and nothing else uses its θ, then
 
-    ∂² <c, out> / ∂θ²  =  A^T (∂² <c, out> / ∂f²) A                the network's curvature at f, and nothing else
-    ‖d out_i / dθ · s‖²  =  ‖Σ_t g_it a_it^T‖²                     per sample i, from its inputs a and gradients g
+    ∂² <c, out> / ∂θ²  =  A^T (∂² <c, out> / ∂f²) A                the network's curvature at f, and no other term
+    ‖J_i^T s‖²  =  ‖Σ_t g_it a_it^T‖²,  J_i = d out_i / dθ         per sample i, from its inputs a and gradients g
 
-so both can be had from a zero tap on f, with the parameters themselves held constant.
+Both follow from derivatives w.r.t. a zero tap on f; the parameters are held constant.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.func import functional_call, vjp, vmap
 from curvmon.graph.autograd import product
 from curvmon.graph.model_output import zero_leaf
 from curvmon.graph.taps import TappedGraph
+from curvmon.isolation.patches import has_forward_hooks
 from curvmon.numerics import gaussian, norm_squared, precise_dtype
 
 _LINEAR_LAYERS = """
@@ -30,14 +31,14 @@ _LINEAR_LAYERS = """
     LayerNorm GroupNorm RMSNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d
 """
 LINEAR_IN_THEIR_PARAMETERS = frozenset(getattr(nn, name) for name in _LINEAR_LAYERS.split())
-"""these types only: what a subclass does is not known"""
+"""these types only: a subclass may compute something else"""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MOST_ENTRIES = 2**23
-"""numbers that per-sample gradients take at a time"""
+"""of the per-sample gradients that are held at a time"""
 
 
 class Layer:
-    """One layer in one forward pass: what went in, and the tap on what came out."""
+    """One layer in one forward pass: its input x, and the tap on its output f."""
 
     def __init__(self, module: nn.Module, trained: Mapping[str, Tensor], x: Tensor, tap: Tensor) -> None:
         self._module = module
@@ -47,24 +48,24 @@ class Layer:
         self._grams: dict[int, Tensor] = {}
 
     def tangent(self, entries: Callable[[Tensor], Tensor]) -> Tensor:
-        """A(x) z for a random z = entries(θ)."""
+        """A(x) z with z = entries(θ)."""
         own = dict(self._module.named_parameters(recurse=False))
         z = {name: entries(p) if name in self._trained else torch.zeros_like(p) for name, p in own.items()}
         image: Tensor = functional_call(self._module, z, (self._x,))
         return image
 
     def pulled_back(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """A(x)^T g: each parameter of the layer, and its gradient."""
+        """A(x)^T g: each parameter of the layer, with its gradient."""
         trained = {name: p.detach() for name, p in self._trained.items()}
-        found = vjp(lambda p: functional_call(self._module, p, (self._x,)), trained)[1](gradient)[0]
-        return ((self._trained[name], g) for name, g in found.items())
+        gradients = vjp(lambda p: functional_call(self._module, p, (self._x,)), trained)[1](gradient)[0]
+        return ((self._trained[name], g) for name, g in gradients.items())
 
-    def rows(self, samples: int) -> bool:
-        """Whether the first dimension counts samples, or several rows for each."""
+    def has_sample_rows(self, samples: int) -> bool:
+        """Whether the first dimension counts samples, or several rows per sample."""
         return all(t.ndim > 1 and len(t) and len(t) % samples == 0 for t in (self._x, self.tap))
 
     def squared_norm(self, gradient: Tensor, samples: int) -> float:
-        """Σ_i ‖d<s_i, out_i>/dθ‖² for the gradient of Σ_i <s_i, out_i> by f, its rows the samples."""
+        """Σ_i ‖d<s_i, out_i>/dθ‖² from the gradient of Σ_i <s_i, out_i> w.r.t. f, whose rows are the samples."""
         x, g = (t.reshape(samples, len(t) // samples, *t.shape[1:]) for t in (self._x, gradient))
         total = 0.0
         largest = max(x[0].numel() * self._patch, g[0].numel(), sum(p.numel() for p in self._trained.values()))
@@ -74,18 +75,18 @@ class Layer:
         return total
 
     def positions(self, samples: int) -> int:
-        """Places at which the same weights act within a sample (tokens, pixels); 0 if `projections` has no answer."""
+        """How often the same weights act within a sample (tokens, pixels); 0 if `projections` does not apply."""
         module = self._module
         same = isinstance(module, nn.Linear) or (isinstance(module, _CONVOLUTIONS) and module.groups == 1)
-        if not (same and "weight" in self._trained and self.rows(samples) and self._x.ndim == self.tap.ndim):
+        if not (same and "weight" in self._trained and self.has_sample_rows(samples) and self._x.ndim == self.tap.ndim):
             return 0
         return self.tap.numel() // (samples * len(self._trained["weight"]))
 
     def projections(self, samples: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A(x) with `width` random outputs, samples x positions x width, and a random matrix, outputs x width.
+        """Inputs projected to `width` random columns, samples x positions x width, and a random outputs x width matrix.
 
-        The gradient by the weights is Σ_t g_t x_t^T over the positions t. With both its sides projected at random it
-        is small, and is had without the gradient itself.
+        The gradient w.r.t. the weights is Σ_t g_t x_t^T over the positions t. Projected on both sides it is small, and
+        is computed without the gradient itself.
         """
         weight = self._trained["weight"].detach()
         random = {"weight": gaussian(weight[0], width, generator).T.reshape(width, *weight.shape[1:]) / width**0.5}
@@ -102,7 +103,7 @@ class Layer:
 
     @property
     def _patch(self) -> int:
-        """How many patches a number of the input is part of."""
+        """How many patches an entry of the input belongs to."""
         module = self._module
         return module.kernel_size[0] * module.kernel_size[1] if isinstance(module, nn.Conv2d) else 1
 
@@ -112,20 +113,20 @@ class Layer:
             return self._outer(start, x.flatten(1, -2), g.flatten(1, -2))
         if isinstance(module, nn.Conv2d) and x.ndim == 5 and _is_plain(module):
             patches = F.unfold(
-                x.flatten(0, 1), module.kernel_size, module.dilation, _numbers(module.padding), module.stride
+                x.flatten(0, 1), module.kernel_size, module.dilation, _both(module.padding), module.stride
             )
             inputs = patches.reshape(*x.shape[:2], *patches.shape[1:]).transpose(2, 3).flatten(1, 2)
             return self._outer(start, inputs, g.flatten(3).transpose(2, 3).flatten(1, 2))
         trained = {name: p.detach() for name, p in self._trained.items()}
 
         def pulled_back(one: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = vjp(lambda p: functional_call(module, p, (one,)), trained)[1](cotangent)[0]
-            return found
+            gradients: dict[str, Tensor] = vjp(lambda p: functional_call(module, p, (one,)), trained)[1](cotangent)[0]
+            return gradients
 
         return sum(norm_squared(each) for each in vmap(pulled_back)(x, g).values())
 
     def _outer(self, start: int, a: Tensor, g: Tensor) -> float:
-        """Σ_i ‖Σ_t g_it a_it^T‖², or Σ_i Σ_tu <a_it, a_iu> <g_it, g_iu> where that takes less; and the bias."""
+        """Σ_i ‖Σ_t g_it a_it^T‖², or the equal Σ_i Σ_tu <a_it, a_iu> <g_it, g_iu> if that is cheaper; plus the bias."""
         total = 0.0
         if "weight" in self._trained:
             positions, inputs, outputs = a.shape[1], a.shape[2], g.shape[2]
@@ -141,7 +142,7 @@ class Layer:
 
 
 class LayeredGraph(NamedTuple):
-    """A loss as a function of taps on its layers, and of those parameters that are in none of them."""
+    """A loss as a function of taps on its layers, and of the parameters (`rest`) that belong to none of them."""
 
     graph: TappedGraph
     layers: list[Layer]
@@ -149,7 +150,7 @@ class LayeredGraph(NamedTuple):
     samples: int
 
     def gradients(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
-        """J^T c, by the taps of all layers and by the other parameters."""
+        """J^T c w.r.t. the taps of all layers and the other parameters."""
         return product(self.graph.outputs, [*(layer.tap for layer in self.layers), *self.rest], cotangents)
 
 
@@ -157,58 +158,58 @@ def _is_plain(module: nn.Conv2d) -> bool:
     return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
-def _numbers(padding: Any) -> tuple[int, ...]:
+def _both(padding: Any) -> tuple[int, ...]:
     return tuple(padding)
 
 
-class Watched:
-    """The layers that ran, in the order of their calls, and which of the parameters are theirs."""
+class TappedLayers:
+    """Layers in the order of their calls, and the names of their parameters (`owned`)."""
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
         self.owned: set[str] = set()
         self.calls: Counter[nn.Module] = Counter()
 
-    def odd(self) -> list[nn.Module]:
-        """Modules that were called several times, or never, or in a way that is not understood."""
+    def unusable(self) -> list[nn.Module]:
+        """Modules that were called several times, or never, or in a way that is not supported."""
         return [module for module, calls in self.calls.items() if calls != 1]
 
 
 @contextmanager
-def watched_layers(
-    model: nn.Module, parameters: Mapping[str, Tensor], shy: Sequence[nn.Module] = ()
-) -> Iterator[Watched]:
-    """Tap the layers whose trained parameters are all among `parameters`, and hold these constant meanwhile.
+def tapped_layers(
+    model: nn.Module, parameters: Mapping[str, Tensor], skip: Sequence[nn.Module] = ()
+) -> Iterator[TappedLayers]:
+    """Tap the layers whose trained parameters are all among `parameters`, and hold these constant in the context.
 
-    `shy` are modules to leave alone.
+    Modules in `skip` are not tapped.
     """
     names = {id(p): name for name, p in parameters.items()}
-    watched = Watched()
+    tapped = TappedLayers()
     with ExitStack() as stack:
         for module in model.modules():
             trained = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-            known = trained and all(id(p) in names for p in trained.values())
-            if known and _is_linear(module) and module not in shy:
-                watched.owned.update(names[id(p)] for p in trained.values())
-                watched.calls[module] = 0
-                stack.callback(module.register_forward_hook(_hook(watched, trained), prepend=True).remove)
+            wanted = trained and all(id(p) in names for p in trained.values())
+            if wanted and _is_linear(module) and module not in skip:
+                tapped.owned.update(names[id(p)] for p in trained.values())
+                tapped.calls[module] = 0
+                stack.callback(module.register_forward_hook(_hook(tapped, trained), prepend=True).remove)
                 for parameter in trained.values():
                     stack.callback(parameter.requires_grad_, True)
                     parameter.requires_grad_(False)
-        yield watched
+        yield tapped
 
 
 def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-        return False  # normalises by the batch: a sample's own gradient is no function of that sample
-    if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
-        return False  # computes something else than its class says: a patch, weight_norm, pruning, a user's hook
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.running_mean is None:
+        return False  # normalises by the batch: the gradient of a sample depends on the others
+    if "forward" in module.__dict__ or has_forward_hooks(module):
+        return False  # may compute something else than its class: a patch, weight_norm, pruning, a user's hook
     own = {name for name, _ in module.named_parameters(recurse=False)}
     return type(module) in LINEAR_IN_THEIR_PARAMETERS and own <= {"weight", "bias"}
 
 
 def used_once(loss: Tensor, parameters: Sequence[Tensor]) -> set[int]:
-    """Indices of the parameters that enter the graph behind a loss in one place."""
+    """Indices of the parameters that enter the graph behind a loss exactly once."""
     uses: Counter[int] = Counter()
     queue = [loss.grad_fn]
     seen = set(queue)
@@ -222,15 +223,15 @@ def used_once(loss: Tensor, parameters: Sequence[Tensor]) -> set[int]:
     return {i for i, parameter in enumerate(parameters) if uses[id(parameter)] == 1}
 
 
-def _hook(watched: Watched, trained: Mapping[str, Tensor]) -> Any:
+def _hook(tapped: TappedLayers, trained: Mapping[str, Tensor]) -> Any:
     def tap(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-        watched.calls[module] += 1
-        # functional_call may run a module with something else in the place of its parameters
+        tapped.calls[module] += 1
+        # functional_call may run a module with other tensors in place of its parameters
         own = all(getattr(module, name) is parameter for name, parameter in trained.items())
         if len(args) != 1 or not isinstance(result, Tensor) or not torch.is_grad_enabled() or not own:
-            watched.calls[module] += 1  # as good as called twice: not to be understood
+            tapped.calls[module] += 1  # counted twice: not usable
             return None
-        watched.layers.append(Layer(module, trained, args[0].detach(), zero_leaf(result)))
-        return result + watched.layers[-1].tap
+        tapped.layers.append(Layer(module, trained, args[0].detach(), zero_leaf(result)))
+        return result + tapped.layers[-1].tap
 
     return tap

@@ -1,13 +1,13 @@
 """The curvature of a loss at the output, S = d²L / d out², as a factor: S_b = A_b A_b^T for every sample b.
 
-What the loss is called does not matter; products with S tell its form, and one more product checks it:
+The form of S is recognised from products with S, whatever the loss is called, and checked by one more product:
 
-    few outputs per sample     S_b is computed entry by entry and diagonalised (signs kept: S may be indefinite)
+    few outputs per sample     S_b is computed column by column and diagonalised (with signs: S may be indefinite)
     elementwise losses         S is diagonal: MSE, BCE with logits, Huber, Poisson, ...
     softmax cross-entropy      S = a (diag p - p p^T) at every site, a > 0; class weights, label smoothing, soft
                                targets, ignore_index and the reduction only change a
 
-The last two serve any number of outputs, with random vectors in place of columns. Other losses have no factor here.
+The last two work for any number of outputs, with random vectors instead of columns. Other losses have no factor here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from curvmon.numerics import gaussian, norm_squared, rademacher
 
 Product = Callable[[Sequence[Tensor]], list[Tensor]]
 TOLERANCE = 1e-3
-"""A form is recognised if a random product agrees to this; rounding is 1e-6, another form is off by one."""
+"""relative error of a random product up to which a form is recognised; rounding gives 1e-6, another form about 1"""
 
 
 class Layout:
@@ -38,24 +38,24 @@ class Layout:
         """outputs per sample"""
 
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """samples x width."""
+        """Tensors in the shapes of the outputs as one matrix, samples x width."""
         parts = [self._samples_first(t).reshape(self.samples, -1) for t in tensors]
         return torch.cat(parts, dim=1)
 
     def tensors(self, rows: Tensor) -> list[Tensor]:
         """The inverse of `rows`."""
-        found = []
+        tensors = []
         widths = [output.numel() // self.samples for output in self._outputs]
         for output, part in zip(self._outputs, torch.split(rows, widths, dim=1)):
             split = self._split(output)
             assert split is not None
             shape, axis = split
-            moved = [self.samples, *shape[:axis], *shape[axis + 1 :]]
-            found.append(part.reshape(moved).movedim(0, axis).reshape(output.shape).to(output.dtype))
-        return found
+            samples_first = [self.samples, *shape[:axis], *shape[axis + 1 :]]
+            tensors.append(part.reshape(samples_first).movedim(0, axis).reshape(output.shape).to(output.dtype))
+        return tensors
 
     def axis(self, output: Tensor) -> int:
-        """The dimension of an output along which samples are found."""
+        """The dimension of an output that counts samples."""
         split = self._split(output)
         return 0 if split is None or len(split[0]) > output.ndim else split[1]
 
@@ -66,7 +66,7 @@ class Layout:
         return tensor.reshape(shape).movedim(axis, 0)
 
     def _split(self, tensor: Tensor) -> tuple[list[int], int] | None:
-        """A shape with an axis that counts samples: tokens may be folded into the first one (B T x V, or T B x V)."""
+        """A shape with an axis for the samples, and that axis; tokens may be folded into it (B T x V, or T B x V)."""
         shape, samples, dim = list(tensor.shape), self.samples, self.batch_dim
         if -len(shape) <= dim < len(shape) and shape[dim] == samples:
             return shape, dim % len(shape)
@@ -77,7 +77,7 @@ class Layout:
 
 
 class Factor(NamedTuple):
-    """A_b for all samples at once, `columns[k]` being column k of every A_b; S_b = A_b diag(signs_b) A_b^T."""
+    """S_b = A_b diag(signs_b) A_b^T for all samples b; `columns[k]` is column k of every A_b."""
 
     columns: Tensor
     """rank x samples x width"""
@@ -86,7 +86,7 @@ class Factor(NamedTuple):
 
 
 def dense_factor(layout: Layout, product: Product, like: Tensor) -> Factor | None:
-    """By one product per output of a sample, all samples at once; None if samples interact in the loss."""
+    """All S_b from one product per output of a sample, then eigenvectors; None if samples interact in the loss."""
     width = layout.width
     units = torch.eye(width, dtype=like.dtype, device=like.device)
     blocks = torch.stack([layout.rows(product(_everywhere(layout, unit))) for unit in units], dim=2)
@@ -94,7 +94,7 @@ def dense_factor(layout: Layout, product: Product, like: Tensor) -> Factor | Non
     expected = torch.einsum("bij,bj->bi", blocks, vector)
     if not _agree(layout.rows(product(layout.tensors(vector))), expected):
         return None
-    # a loss scaled by 1e-9 is no reason to lose digits
+    # float64: no digits are lost if the loss is scaled by 1e-9
     blocks = blocks.cpu().double()
     values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
     order = values.abs().argsort(dim=1, descending=True)
@@ -111,28 +111,28 @@ def _everywhere(layout: Layout, unit: Tensor) -> list[Tensor]:
 
 
 class Sketch(NamedTuple):
-    """Random combinations of the columns of A_b: E[x x^T] = S_b for every x = draw(generator)."""
+    """E[x x^T] = S_b for x = draw(generator): random combinations of the columns of A_b."""
 
     form: str
     draw: Callable[[torch.Generator], list[Tensor]]
 
 
 def sketch(layout: Layout, outputs: Sequence[Tensor], product: Product) -> Sketch | None:
-    """Each output on its own has a diagonal or a softmax curvature; None where one has neither, or they interact."""
+    """For outputs with a diagonal or a softmax curvature each; None if one has neither, or if outputs interact."""
     outputs = [output.detach() for output in outputs]
     vectors = [_normal(output) for output in outputs]
-    together = product(vectors)
+    images = product(vectors)
     roots: list[Callable[[Tensor], Tensor]] = []
     forms = []
     for i, (output, vector) in enumerate(zip(outputs, vectors)):
 
-        def alone(x: Tensor, i: int = i) -> Tensor:
+        def own_product(x: Tensor, i: int = i) -> Tensor:
             return product([x if j == i else torch.zeros_like(o) for j, o in enumerate(outputs)])[i]
 
-        image = alone(vector)
-        if not _agree(image, together[i]):
+        image = own_product(vector)
+        if not _agree(image, images[i]):
             return None
-        form = _diagonal(output, vector, image, alone) or _softmax(layout, output, vector, image)
+        form = _diagonal(output, vector, image, own_product) or _softmax(layout, output, vector, image)
         if form is None:
             return None
         forms.append(form[0])
@@ -156,10 +156,10 @@ def _diagonal(output: Tensor, vector: Tensor, image: Tensor, product: Callable[[
 
 
 def _softmax(layout: Layout, output: Tensor, vector: Tensor, image: Tensor) -> Root | None:
-    """a (diag p - p p^T) along the second or the last dimension, but never over the samples."""
+    """a (diag p - p p^T) along the second or the last dimension, but never along that of the samples."""
     dims = [dim for dim in dict.fromkeys((1 % output.ndim, output.ndim - 1)) if dim != layout.axis(output)]
-    found = (_softmax_along(dim, output, vector, image) for dim in dims)
-    return next((root for root in found if root is not None), None)
+    roots = (_softmax_along(dim, output, vector, image) for dim in dims)
+    return next((root for root in roots if root is not None), None)
 
 
 def _softmax_along(dim: int, output: Tensor, vector: Tensor, image: Tensor) -> Root | None:
@@ -182,5 +182,5 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 
 
 def _normal(like: Tensor) -> Tensor:
-    """Normal numbers, always the same: recognising a loss is no place for chance."""
+    """Normal entries from a fixed seed: whether a loss is recognised does not depend on chance."""
     return gaussian(like, 1, torch.Generator("cpu").manual_seed(0)).reshape(like.shape)

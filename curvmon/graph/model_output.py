@@ -2,7 +2,7 @@
 
 A `TorchFunctionMode` sees `F.cross_entropy` and its kin wherever they are called: through `nn.CrossEntropyLoss`, in a
 training step, inside a model that computes its own loss. The argument `out` is replaced by `out + e_out` with a zero
-leaf e_out *for that call only*, so d²L / de_out² is the loss's own curvature even where `out` feeds other layers too.
+leaf e_out *for that call only*, so d²L / de_out² is the loss's own curvature even if other layers use `out` too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from curvmon.graph.autograd import leads_to
+from curvmon.isolation.patches import NATIVE_FUNCTIONS, version
 
 _LOSS_NAMES = """
     cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss
@@ -26,15 +27,15 @@ _LOSS_NAMES = """
 
 
 def _functions(names: str, *spaces: Any) -> frozenset[Any]:
-    """The functions of these names; TorchFunctionMode hands over whichever spelling the caller used."""
+    """The functions with these names: a TorchFunctionMode sees the one that the caller used."""
     return frozenset(getattr(space, name) for space in spaces for name in names.split() if hasattr(space, name))
 
 
-_LOSSES = _functions(_LOSS_NAMES, F, torch, torch._C._nn)
-# Losses of probabilities: their argument is one activation (a "link") away from the logits.
-_BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy", F, torch, torch._C._nn)
+_LOSSES = _functions(_LOSS_NAMES, F, torch, NATIVE_FUNCTIONS.get())
+# losses of probabilities: the logits are before an activation (a "link")
+_BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy", F, torch, NATIVE_FUNCTIONS.get())
 _LINKS = _functions("log_softmax softmax sigmoid logsigmoid expit", F, torch, Tensor, torch.special)
-# What may stand between a link and the loss without being a layer.
+# what may be between a link and the loss without being a layer
 _CARRIERS = _functions(
     """add sub rsub mul div neg exp __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__
     log clamp clamp_min clamp_max clip view reshape flatten unflatten squeeze unsqueeze transpose permute movedim
@@ -45,32 +46,37 @@ _CARRIERS = _functions(
 
 
 def zero_leaf(like: Tensor) -> Tensor:
-    """A zero to add and to differentiate by, in the shape of `like` and without its memory: logits can be large."""
+    """A zero leaf in the shape of `like` that takes no memory: logits can be large."""
     return like.new_zeros(()).expand_as(like).requires_grad_()
 
 
 class _Step(NamedTuple):
-    """`result = function(source, *args, **kwargs)`; `result` is held so that its id stays its own."""
+    """`result = function(source, *args, **kwargs)`; `result` is kept, so that its id is not used again."""
 
     result: Tensor
     function: Callable[..., Tensor]
     source: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: tuple[int, int]
+    versions: tuple[int | None, int | None]
 
     @property
     def is_current(self) -> bool:
-        """Neither end was changed in place since: then a replay would compute something else."""
-        return self.versions == (self.source._version, self.result._version)
+        """Neither tensor was changed in place since; a replay would compute something else."""
+        return None not in self.versions and self.versions == (version(self.source), version(self.result))
 
 
 class OutputFinder(TorchFunctionMode):
     """While active, taps every differentiable input of every torch loss function.
 
-    `outputs[i]` is a tensor that entered a loss, `taps[i]` the zero leaf that was added to it there. Behind
-    log_softmax + nll_loss or sigmoid + binary_cross_entropy the output is the logits: the steps in between are
+    With log_softmax + nll_loss or sigmoid + binary_cross_entropy the output is the logits: the steps in between are
     replayed on logits + e_out.
+
+    Attributes:
+        outputs: the tensors that entered a loss.
+        taps: the zero leaves that were added to them there.
+        losses: names of the loss functions.
+        unlinked: names of losses of probabilities whose logits were not found.
     """
 
     def __init__(self) -> None:
@@ -79,7 +85,6 @@ class OutputFinder(TorchFunctionMode):
         self.taps: list[Tensor] = []
         self.losses: list[str] = []
         self.unlinked: list[str] = []
-        """losses of probabilities whose logits were not found"""
         self._steps: dict[int, _Step] = {}
 
     def __torch_function__(
@@ -94,10 +99,10 @@ class OutputFinder(TorchFunctionMode):
         return result
 
     def _remember(self, result: Any, func: Any, source: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # a mixture with something else that is differentiable has no single source
+        # with a second differentiable argument there is no single source
         mixed = any(isinstance(arg, Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
         if not mixed and isinstance(result, Tensor) and result is not source:
-            versions = source._version, result._version
+            versions = version(source), version(result)
             self._steps[id(result)] = _Step(result, func, source, args, kwargs, versions)
 
     def __exit__(self, *exc: Any) -> None:
@@ -107,10 +112,10 @@ class OutputFinder(TorchFunctionMode):
     def _tap_arguments(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found = len(self.outputs)
+        before = len(self.outputs)
         args = tuple(self._tapped(func, arg) for arg in args)
         kwargs = {key: self._tapped(func, value) for key, value in kwargs.items()}
-        if len(self.outputs) > found:
+        if len(self.outputs) > before:
             self.losses.append(func.__name__)
         return args, kwargs
 
@@ -118,7 +123,7 @@ class OutputFinder(TorchFunctionMode):
         if not (isinstance(argument, Tensor) and argument.requires_grad and argument.is_floating_point()):
             return argument
         if self.taps and leads_to([argument], self.taps):
-            return argument  # a loss of another loss: the output is what entered the inner one
+            return argument  # a loss of another loss: the output entered the inner one
         steps = self._steps_to(argument) if func in _BEHIND_LINK else []
         output = steps[-1].source if steps else argument
         if func in _BEHIND_LINK and not steps:
@@ -132,7 +137,7 @@ class OutputFinder(TorchFunctionMode):
         return value
 
     def _steps_to(self, argument: Tensor) -> list[_Step]:
-        """The steps from the logits to `argument`, last first; empty if no link made it."""
+        """The steps from the logits to `argument`, last first; empty if none of them is a link."""
         steps: list[_Step] = []
         while (step := self._steps.get(id(argument))) is not None and step.is_current:
             steps.append(step)

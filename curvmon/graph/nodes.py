@@ -16,7 +16,7 @@ from curvmon.graph.pytree import first_floating
 
 MIN_NODES, MAX_NODES = 5, 8
 ROOT = "root"
-"""what the model itself is called; its name in torch is empty"""
+"""label of the model itself, whose name in torch is empty"""
 
 
 class Node(NamedTuple):
@@ -28,7 +28,7 @@ class Node(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What discovery saw: the `call`-th call of the module `name` returned `shape` (None: no floating tensor)."""
+    """The `call`-th call of the module `name` returned a tensor of this shape (None: no floating tensor)."""
 
     name: str
     module: nn.Module
@@ -71,34 +71,34 @@ def clean_name(name: str) -> str:
 
 
 def resolve(model: nn.Module, calls: list[Call], wanted: Sequence[str], what: str = "node") -> list[Call]:
-    """The calls that names or patterns ask for, in execution order.
+    """The calls that match names or patterns, in execution order.
 
     `layer*` matches within one level ("layer1", not "layer1.0"), `**` any number of levels. A name may end in
-    `.call2` to mean only the second call of a module.
+    `.call2` to select only the second call of a module.
     """
     named = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    known = {f"{ROOT}_": model, ROOT: model, **named}
+    modules = {f"{ROOT}_": model, ROOT: model, **named}
     chosen: set[tuple[int, int]] = set()
     for pattern in wanted:
         clean = clean_name(pattern)
-        base, call = _split_call(clean, known)
-        if base in known:
-            chosen.update(_named(calls, base, known[base], call, what))
+        base, call = _split_call(clean, modules)
+        if base in modules:
+            chosen.update(_named(calls, base, modules[base], call, what))
         elif any(c in pattern for c in "*?["):
             matched = {id(module) for name, module in named.items() if matches(name, clean)}
             usable = {c.key for c in calls if id(c.module) in matched and c.shape is not None}
             if not usable:
                 reason = "no module" if not matched else "no module that is called and returns a floating tensor"
-                raise NodeError(f"{what} pattern {pattern!r} matches {reason}. Modules: {_some(list(named))}")
+                raise NodeError(f"{what} pattern {pattern!r} matches {reason}. Modules: {_listed(list(named))}")
             chosen.update(usable)
         else:
             raise _unknown(pattern, clean, named)
     return [call for call in calls if call.key in chosen]
 
 
-def _split_call(name: str, known: dict[str, nn.Module]) -> tuple[str, int | None]:
+def _split_call(name: str, modules: dict[str, nn.Module]) -> tuple[str, int | None]:
     base, _, last = name.rpartition(".")
-    if name not in known and base in known and last.startswith("call") and last[4:].isdigit():
+    if name not in modules and base in modules and last.startswith("call") and last[4:].isdigit():
         return base, int(last[4:]) - 1
     return name, None
 
@@ -131,31 +131,31 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _ran(calls: list[Call]) -> str:
-    return _some([c.name for c in calls if c.shape is not None])
+    return _listed([c.name for c in calls if c.shape is not None])
 
 
-def _some(names: list[str], most: int = 12) -> str:
+def _listed(names: list[str], most: int = 12) -> str:
     names = [name for name in dict.fromkeys(names) if name]
     return ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "")
 
 
 def check_names(model: nn.Module, wanted: Sequence[str]) -> None:
-    """Names and patterns that match no module, without running anything."""
+    """Raise `NodeError` for names and patterns that match no module, without running the model."""
     named = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    known = {f"{ROOT}_": model, ROOT: model, **named}
+    modules = {f"{ROOT}_": model, ROOT: model, **named}
     for pattern in wanted:
         clean = clean_name(pattern)
-        if _split_call(clean, known)[0] in known:
+        if _split_call(clean, modules)[0] in modules:
             continue
         if not any(c in pattern for c in "*?["):
             raise _unknown(pattern, clean, named)
         if not any(matches(name, clean) for name in named):
-            raise NodeError(f"node pattern {pattern!r} matches no module. Modules: {_some(list(named))}")
+            raise NodeError(f"node pattern {pattern!r} matches no module. Modules: {_listed(list(named))}")
 
 
 def _unknown(pattern: str, clean: str, named: dict[str, nn.Module]) -> NodeError:
     near = difflib.get_close_matches(clean, named, n=5, cutoff=0.4)
-    hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_some(list(named))}"
+    hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_listed(list(named))}"
     return NodeError(f"the model has no module {pattern!r}; {hint}")
 
 
@@ -172,10 +172,10 @@ def labelled(calls: list[Call], chosen: list[Call]) -> list[Node]:
 def choose(model: nn.Module, calls: list[Call], usable: Callable[[Call], bool]) -> list[Call]:
     """Five to eight blocks in execution order.
 
-    Start from the whole model and open the deepest group of modules of one class until there are enough blocks: a
-    wrapper (`self.model`, a Sequential, a ModuleList) is opened at once, stages and Transformer layers are kept whole.
-    Blocks carry parameters; norms are none. Four whole blocks are better than a choice from more than eight pieces of
-    them, and a block is better than its only layer. More than eight are thinned out evenly.
+    Start from the whole model and replace the deepest group of modules of one class by their children until there are
+    enough blocks: wrappers (`self.model`, a Sequential, a ModuleList) are replaced at once, stages and Transformer
+    layers are kept. Blocks have parameters; norms do not count. Four whole blocks are preferred to a choice from more
+    than eight parts of them, and a block to its only layer. Of more than eight, eight at equal distances are chosen.
     """
     calls = [call for call in calls if usable(call) and _is_block(call.module)]
     ran = {id(call.module) for call in calls}
@@ -205,7 +205,7 @@ def choose(model: nn.Module, calls: list[Call], usable: Callable[[Call], bool]) 
 
 
 def _heads(modules: list[nn.Module], ran: set[int]) -> list[nn.Module]:
-    """The topmost modules that ran: a ModuleList never runs itself, its children stand for it."""
+    """The topmost modules that ran: in place of a ModuleList, which never runs itself, its children."""
     heads: list[nn.Module] = []
     for module in modules:
         heads += [module] if id(module) in ran else _heads(list(module.children()), ran)
@@ -213,7 +213,7 @@ def _heads(modules: list[nn.Module], ran: set[int]) -> list[nn.Module]:
 
 
 def _depth(module: nn.Module, ran: set[int]) -> int:
-    """How many blocks ran inside."""
+    """How many modules ran inside."""
     return sum(id(inner) in ran for inner in module.modules())
 
 

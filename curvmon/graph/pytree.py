@@ -16,7 +16,10 @@ from curvmon.isolation.reachable import is_plain_object
 def map_tensors(
     tree: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda item: item
 ) -> Any:
-    """A copy of `tree` with every tensor replaced; containers keep their types, `other` is asked what else becomes."""
+    """A copy of `tree` with function(tensor) for every tensor, and other(item) for what is no tensor or container.
+
+    Containers keep their types.
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, MutableMapping):
@@ -37,17 +40,18 @@ def map_tensors(
 
 
 def map_all_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`map_tensors`, and below the attributes of objects: graphs and image lists come as classes of their own."""
-    known: dict[int, tuple[Any, Any]] = {}
+    """`map_tensors`, also in the attributes of objects: classes for graphs or lists of images."""
+    copies: dict[int, tuple[Any, Any]] = {}
+    """by id: the object, which is kept so that its id is not used again, and its copy"""
 
     def other(item: Any) -> Any:
-        if id(item) not in known:
-            holds = is_plain_object(item) and _holds_tensor(item, {})
-            known[id(item)] = item, copy.copy(item) if holds else item
-            if holds:
-                held = vars(known[id(item)][1])
-                held.update({name: map_tensors(value, function, other) for name, value in held.items()})
-        return known[id(item)][1]
+        if id(item) not in copies:
+            copied = is_plain_object(item) and _holds_tensor(item, {})
+            copies[id(item)] = item, copy.copy(item) if copied else item
+            if copied:
+                attributes = vars(copies[id(item)][1])
+                attributes.update({name: map_tensors(value, function, other) for name, value in attributes.items()})
+        return copies[id(item)][1]
 
     return map_tensors(tree, function, other)
 
@@ -63,25 +67,28 @@ def _holds_tensor(item: Any, seen: dict[int, Any]) -> bool:
         below = item
     elif is_plain_object(item):
         below = vars(item).values()
-    return any(_holds_tensor(held, seen) for held in below)
+    return any(_holds_tensor(child, seen) for child in below)
 
 
 def refilled(tree: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> Any:
-    """A mapping of the same class with other values: Hugging Face's BatchEncoding is no dict.
+    """A mapping of the same class with other values, also for classes that are no dict (Hugging Face's BatchEncoding).
 
-    A copy of a class that keeps its entries in an attribute shares that with the original; writing to the one would
-    write to the other, and training would go on with what was meant for a measurement.
+    A class may keep its entries in an attribute that a copy shares with the original. Writing to the copy would change
+    the original, and training would continue with a measurement's values.
+
+    Raises:
+        InputError: the entries are shared all the same.
     """
     before = dict(tree.items())
-    held_still = {key: value for key, value in before.items() if tree[key] is value}
+    stable = {key: value for key, value in before.items() if tree[key] is value}
     result: Any = copy.copy(tree)
     if not isinstance(tree, dict) and type(getattr(result, "__dict__", None)) is dict:
-        held = vars(result)
-        held.update({name: copy.copy(value) for name, value in held.items() if type(value) in (dict, list)})
+        attributes = vars(result)
+        attributes.update({name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list)})
     for key, value in entries.items():
         if value is not before[key]:
             result[key] = value
-    if any(tree[key] is not value for key, value in held_still.items()):
+    if any(tree[key] is not value for key, value in stable.items()):
         for key, value in before.items():
             tree[key] = value
         raise InputError(f"a {type(tree).__name__} shares its entries with its copies; pass batches as a dict")
@@ -89,7 +96,7 @@ def refilled(tree: MutableMapping[Any, Any], entries: Mapping[Any, Any]) -> Any:
 
 
 def named_tensors(tree: Any, path: str = "batch", objects: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with its address in Python syntax: `batch["image"][0]`; on request also in attributes of objects."""
+    """Every tensor with its path in Python syntax, `batch["image"][0]`; with `objects` also those in attributes."""
     if objects:
         yield from _named_everywhere(tree, path, {})
         return
@@ -107,7 +114,7 @@ def named_tensors(tree: Any, path: str = "batch", objects: bool = False) -> Iter
 
 
 def _named_everywhere(tree: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Objects may refer to each other in a circle: each is looked into once."""
+    """Objects may refer to each other in cycles: each is visited once."""
     if isinstance(tree, Tensor):
         yield path, tree
         return
@@ -121,17 +128,17 @@ def _named_everywhere(tree: Any, path: str, seen: dict[int, Any]) -> Iterator[tu
         below = [(f"{path}[{index}]", value) for index, value in enumerate(tree)]
     elif is_plain_object(tree):
         below = [(f"{path}.{name}", value) for name, value in vars(tree).items()]
-    for place, value in below:
-        yield from _named_everywhere(value, place, seen)
+    for child_path, value in below:
+        yield from _named_everywhere(value, child_path, seen)
 
 
 def first_floating(tree: Any) -> Tensor | None:
-    """The tensor that stands for a module's output: LSTM and attention modules return tuples."""
+    """The tensor that is measured as a module's output: LSTM and attention modules return tuples."""
     return next((tensor for _, tensor in named_tensors(tree) if tensor.is_floating_point()), None)
 
 
 def replace_first_floating(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`tree` with its first floating tensor replaced wherever it stands; the rest is the same objects."""
+    """`tree` with its first floating tensor replaced wherever it occurs; all other tensors are the same objects."""
     first = first_floating(tree)
     if first is None:
         return tree

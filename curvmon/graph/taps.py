@@ -2,8 +2,8 @@
 
     L(e) = loss with f_v + e_v in place of f_v for every node v,    H[v, w] = d²L / de_v de_w  at e = 0
 
-e_v has the shape of the node's output without the batch dimension: it is shared by all samples. `f_v + e_v` is a new
-tensor, so an in-place activation behind the node changes the sum and not what autograd has saved.
+e_v has the shape of the node's output without the batch dimension: all samples share it. `f_v + e_v` is a new tensor,
+so an in-place activation after the node changes the sum and not a tensor that autograd has saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError, LossError
 from curvmon.graph.arguments import has_dimension
-from curvmon.graph.efficient_operations import LeanOperations
+from curvmon.graph.efficient_operations import EfficientOperations
 from curvmon.graph.model_output import OutputFinder, zero_leaf
 from curvmon.graph.nodes import Node
 from curvmon.graph.pytree import replace_first_floating
@@ -33,17 +33,17 @@ class TappedGraph:
     taps: list[Tensor]
     """e_v, one per node; zero leaves"""
     sample_taps: list[Tensor]
-    """e_v spread over the batch: the derivative by it has a row per sample"""
+    """e_v expanded over the batch: the derivative w.r.t. it has a row per sample"""
     tapped: list[Tensor]
-    """f_v + e_v, what the rest of the network sees"""
+    """f_v + e_v, the input of the rest of the network"""
     outputs: list[Tensor]
-    """the tensors that enter the loss, all of them together `out`; empty if none was found"""
+    """the tensors that enter the loss, together `out`; empty if there is none"""
     output_taps: list[Tensor]
     """zero leaves added to the outputs: d²L / de_out² is the loss's own curvature"""
     losses: list[str]
-    """names of the torch loss functions that were seen"""
+    """names of the torch loss functions that were called"""
     unlinked: list[str]
-    """those among them that take probabilities and whose logits were not found"""
+    """those of them that take probabilities and whose logits were not found"""
 
 
 def tapped_forward(
@@ -53,16 +53,22 @@ def tapped_forward(
     batch_dim: int,
     output: list[Node] | None = None,
     at: Mapping[str, Tensor] | None = None,
-    lean: bool = True,
+    efficient: bool = True,
 ) -> TappedGraph:
     """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function.
 
-    `at` has values of the taps by node label, where they are not to be zero; `lean` as in `LeanOperations`.
+    Args:
+        nodes: in execution order.
+        run: computes the loss.
+        batch_dim: the dimension of the nodes' outputs that counts samples.
+        output: the nodes that are the output; None: what enters a torch loss function.
+        at: values of the taps by node label; None: zeros.
+        efficient: use `EfficientOperations`, unless the loss itself takes gradients.
     """
     taps: dict[str, Tensor] = {}
     spread: dict[str, Tensor] = {}
     tapped: dict[str, Tensor] = {}
-    found: list[tuple[Tensor, Tensor]] = []
+    outputs: list[tuple[Tensor, Tensor]] = []
 
     def tap_node(node: Node, tensor: Tensor) -> Tensor:
         dim = batch_axis(tensor, batch_dim, node.label)
@@ -74,36 +80,36 @@ def tapped_forward(
         return tapped[node.label]
 
     def tap_output(node: Node, tensor: Tensor) -> Tensor:
-        found.append((tensor, zero_leaf(tensor)))
-        return tensor + found[-1][1]
+        outputs.append((tensor, zero_leaf(tensor)))
+        return tensor + outputs[-1][1]
 
-    finder, operations = OutputFinder(), LeanOperations()
+    finder, operations = OutputFinder(), EfficientOperations()
     with ExitStack() as stack:
         # the later a hook is prepended, the earlier it runs: a node that is the output is tapped as a node first
         for node in output or ():
             stack.callback(_hook(node, tap_output).remove)
         for node in nodes:
             stack.callback(_hook(node, tap_node).remove)
-        if lean:
+        if efficient:
             stack.enter_context(operations)
         if output is None:
-            stack.enter_context(finder)  # above the other: what it sees and replays is the user's call
+            stack.enter_context(finder)  # inside the other: it sees and replays the user's calls
         loss = run()
     if operations.loss_differentiates:
-        return tapped_forward(nodes, run, batch_dim=batch_dim, output=output, at=at, lean=False)
+        return tapped_forward(nodes, run, batch_dim=batch_dim, output=output, at=at, efficient=False)
     missing = [node.label for node in nodes if node.label not in taps]
     if missing:
         raise LossError(f"the forward pass is not repeatable: {', '.join(missing)} ran once and not the second time")
     if output is None:
-        found = list(zip(finder.outputs, finder.taps))
+        outputs = list(zip(finder.outputs, finder.taps))
     return TappedGraph(
         nodes=nodes,
         loss=loss,
         taps=[taps[node.label] for node in nodes],
         sample_taps=[spread[node.label] for node in nodes],
         tapped=[tapped[node.label] for node in nodes],
-        outputs=[tensor for tensor, _ in found],
-        output_taps=[tap for _, tap in found],
+        outputs=[tensor for tensor, _ in outputs],
+        output_taps=[tap for _, tap in outputs],
         losses=finder.losses,
         unlinked=finder.unlinked,
     )
@@ -120,7 +126,7 @@ def batch_axis(tensor: Tensor, batch_dim: int, where: str) -> int:
 
 
 def _hook(node: Node, tap: Callable[[Node, Tensor], Tensor]) -> Any:
-    """Register `tap` on the node's call of its module; the first floating tensor of the output is tapped."""
+    """Register `tap` on the node's call of its module, for the first floating tensor of the output."""
     count: Counter[str] = Counter()
 
     def hook(module: nn.Module, args: Any, result: Any) -> Any:
@@ -129,18 +135,19 @@ def _hook(node: Node, tap: Callable[[Node, Tensor], Tensor]) -> Any:
             return None
         return replace_first_floating(result, lambda tensor: tap(node, tensor))
 
-    # first of all hooks: features that a user's hook collects for the loss are tapped too
+    # before all other hooks: features that a user's hook collects for the loss are tapped too
     return node.module.register_forward_hook(hook, prepend=True)
 
 
 def checked_scalar(loss: Any) -> Tensor:
+    """The loss as a scalar tensor; `LossError` for anything else."""
     if not isinstance(loss, Tensor):
         hints = {
             "dict": "return its loss entry",
             "NoneType": "did you forget the return?",
             "tuple": "return one of them",
         }
-        hint = hints.get(type(loss).__name__, "leave out .item() or float()")
+        hint = hints.get(type(loss).__name__, "remove .item() or float()")
         raise LossError(f"loss(model, batch) must return a scalar tensor, not {type(loss).__name__}: {hint}")
     if loss.numel() != 1:
         raise LossError(
@@ -149,4 +156,4 @@ def checked_scalar(loss: Any) -> Tensor:
         )
     if not loss.is_floating_point():
         raise LossError(f"loss(model, batch) must return a floating tensor; it returned {loss.dtype}")
-    return loss.reshape(()).as_subclass(Tensor)  # of a batch of images, say, that are a class of their own
+    return loss.reshape(()).as_subclass(Tensor)  # from a batch in a tensor subclass (images, say)

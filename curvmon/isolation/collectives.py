@@ -1,23 +1,17 @@
-"""During a measurement a process is by itself: the others are doing something else, and would not answer."""
+"""No communication during a measurement: the other processes do something else, and would not answer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
 from curvmon.errors import CurvmonError
-
-_TALKING = (
-    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
-    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
-    "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "new_group",
-    "recv", "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
-    "scatter_object_list", "send", "send_object_list",
-)  # fmt: skip
+from curvmon.isolation.patches import COLLECTIVES, DEFAULT_GROUP, GROUP_OR_DEFAULT
+from curvmon.isolation.symbols import replaced
 
 
 class CollectiveError(CurvmonError, RuntimeError):
@@ -25,36 +19,33 @@ class CollectiveError(CurvmonError, RuntimeError):
 
 
 @contextmanager
-def secluded(world: int) -> Iterator[None]:
-    """A collective inside a training step would wait for ever: an error instead.
+def collectives_refused(world: int) -> Iterator[None]:
+    """Collectives raise `CollectiveError`: inside a training step they would wait for ever.
 
-    `is_initialized` is False meanwhile, so that a step which asks (torchmetrics does) goes on as in a single process.
-    Names in torch.distributed are replaced; what was imported by name earlier asks for the default group, and is caught
-    there. Groups that are passed explicitly to such a function are not.
+    `is_initialized` is False meanwhile, so that a step which asks (torchmetrics does) runs as in a single process.
+    The names in torch.distributed are replaced. A function that was imported by name earlier is caught when it asks
+    for the default group, but not if a group is passed to it.
     """
     if world == 1:
         yield
         return
-    inner: Any = dist.distributed_c10d
-    original = inner._get_default_group
+    names = [name for name in COLLECTIVES if hasattr(dist, name)]
+    with ExitStack() as stack:
+        stack.enter_context(replaced(dist, **dict.fromkeys(names, _refuse), is_initialized=lambda: False))
+        place = DEFAULT_GROUP.owner()
+        if place is not None:
+            stack.enter_context(replaced(place[0], **{place[1]: _refusing(getattr(*place))}))
+        yield
 
+
+def _refusing(get_default_group: Any) -> Any:
     def default_group() -> Any:
         caller: Any = sys._getframe(1)
-        if caller.f_code.co_name == "_group_or_default_group":
+        if caller.f_code.co_name == GROUP_OR_DEFAULT.attribute:
             caller = caller.f_back
-        return _refuse() if caller.f_code.co_name in _TALKING else original()
+        return _refuse() if caller.f_code.co_name in COLLECTIVES else get_default_group()
 
-    before = {name: getattr(dist, name) for name in (*_TALKING, "is_initialized") if hasattr(dist, name)}
-    try:
-        for name in before:
-            setattr(dist, name, _refuse)
-        dist.is_initialized = lambda: False
-        inner._get_default_group = default_group
-        yield
-    finally:
-        inner._get_default_group = original
-        for name, function in before.items():
-            setattr(dist, name, function)
+    return default_group
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:

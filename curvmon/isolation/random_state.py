@@ -1,4 +1,4 @@
-"""The global random generators: saved, seeded, restored; and draws that leave them alone."""
+"""The global random generators: saved, seeded, restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def random_state(seed: int) -> Iterator[None]:
-    """Seed python, numpy and torch (all devices in use) inside, restore their states on exit."""
+    """Seed the generators of Python, numpy and torch (all devices in use); restore their states on exit."""
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
@@ -36,9 +36,9 @@ def random_state(seed: int) -> Iterator[None]:
 
 
 def reseed(seed: int) -> None:
-    """Seed every global generator in use, so that a model with noise of its own draws the same in every forward pass.
+    """Seed every global generator in use, so that a model that draws noise draws the same in every forward pass.
 
-    Not `torch.manual_seed`: that queues a seed for devices that are not initialised yet, a trace.
+    Not by `torch.manual_seed`, which would also queue a seed for devices that are not initialised yet.
     """
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -52,6 +52,6 @@ def reseed(seed: int) -> None:
 
 
 def _initialized_accelerators() -> list[Any]:
-    """Only those that already run: asking a sleeping device for its state would wake it up."""
+    """Only those in use: asking another for its state would initialise it."""
     accelerators: list[Any] = [torch.cuda, torch.xpu]
     return [module for module in accelerators if module.is_initialized()]

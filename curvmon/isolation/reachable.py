@@ -1,4 +1,4 @@
-"""What a forward pass may run and change: modules of the model and of the loss function, and what the model holds."""
+"""What a forward pass may run and change: modules of the model and of the loss, and objects that the model holds."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 _DEPTH = 5
-"""How many plain objects, functions and containers deep to look; a criterion is rarely further away."""
+"""how many plain objects, functions and containers deep to search; a criterion is rarely further away"""
 _CLOSED = ("torch", "numpy", "lightning", "lightning_fabric", "pytorch_lightning", "wandb", "builtins", "functools")
-"""Packages whose objects hold no module of the user, or (a Trainer) far too much."""
+"""packages whose objects are not searched: they hold no module of the user, or (a Trainer) far too much"""
 _NAMESPACES = ("types", "argparse")
-_BUSY = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket")
-"""Who holds an object from these is used by other threads, and must not change even for a moment."""
+_CONCURRENT = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket")
+"""an object that holds something from these is used by other threads, and must not change even for a moment"""
 _LEAVES = (str, int, float, bool, bytes, type(None))
 
 
 class Reachable(NamedTuple):
-    """Modules of model and loss; plain objects (a meter, an augmentation) and containers that the model holds."""
+    """What a measurement has to restore."""
 
     modules: list[nn.Module]
+    """of the model and of the loss"""
     objects: list[Any]
+    """plain objects that the model holds: a meter, an augmentation"""
     containers: list[Any]
+    """dicts, lists, deques and sets that the model holds"""
 
 
 def reachable(model: nn.Module, loss: Callable[..., Any]) -> Reachable:
-    """Everything below `model`; modules also below whatever `loss` refers to: its object, closure, defaults, globals.
+    """Everything below `model`, and the modules that `loss` refers to by its object, closure, defaults or globals.
 
-    Also those kept in plain lists or objects, the usual way to hide a teacher from `parameters()`, and in the closures
-    of hooks. Keyed by identity: the hash of a torchmetrics module changes with its state.
+    That includes modules in plain lists or objects (the usual way to hide a teacher from `parameters()`) and in
+    closures of hooks. Keyed by identity: the hash of a torchmetrics module changes with its state.
     """
     seen: dict[int, Any] = {}
     of_model = list(_below(model, seen))
@@ -61,15 +64,15 @@ def _below(root: Any, seen: dict[int, Any]) -> Iterator[Any]:
 
 
 def is_plain_object(item: Any) -> bool:
-    """An instance of a class of the user's, or of a library's like it, whose state is in its attributes."""
-    # a class that is made at run time says "abc" (the batches of torch_geometric do): its base tells more
+    """An instance of the user's class, or of a library's similar one, whose state is in its attributes."""
+    # a class made at run time (the batches of torch_geometric) has the module "abc": its base says more
     root = next(name for base in type(item).__mro__ if (name := _package(base.__module__)) != "abc")
     if root in _CLOSED or (root in sys.stdlib_module_names and root not in _NAMESPACES):
         return False
     attributes = getattr(item, "__dict__", None)
     if type(attributes) is not dict or isinstance(item, (type, nn.Module, Tensor, Dataset)):
         return False
-    return not any(_package(type(value).__module__) in _BUSY for value in attributes.values())
+    return not any(_package(type(value).__module__) in _CONCURRENT for value in attributes.values())
 
 
 def _package(module: str) -> str:

@@ -1,4 +1,4 @@
-"""What a training step can reach through its Trainer stands still while the step is measured."""
+"""Freeze what a training step can change through its Trainer, while the step is measured."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 from curvmon.errors import InputError
 
-_LEFT_ALONE = ("should_stop",)
-"""A signal may ask for it in the seconds that a measurement takes; `step_loss` undoes what the step itself asks for."""
+_NOT_RESTORED = ("should_stop",)
+"""a signal may set it during a measurement; `step_loss` undoes what the step itself sets"""
 
 
 @contextmanager
-def standing_still(trainer: Any) -> Iterator[None]:
-    """The stage is training, learning rates and schedules do not move, and no optimizer steps.
+def frozen_trainer_state(trainer: Any) -> Iterator[None]:
+    """The stage is training, optimizers and schedulers do not step, and attributes are restored on exit.
 
-    A step may look at `self.trainer.training`, set `lr` in `self.optimizers().param_groups`, step a scheduler, or count
-    on the Trainer or the datamodule. A measurement at the end of a validation would otherwise run it in another stage,
-    and training would go on with other learning rates.
+    A step may read `self.trainer.training`, set `lr` in `self.optimizers().param_groups`, step a scheduler, or keep a
+    counter on the Trainer or the datamodule. A measurement at the end of a validation would run it in another stage,
+    and training would continue with other learning rates.
     """
     with ExitStack() as stack:
         stack.callback(setattr, trainer.state, "stage", trainer.state.stage)
         trainer.training = True
         for owner in (trainer, getattr(trainer, "datamodule", None)):
             if owner is not None:
-                stack.enter_context(_attributes_kept(owner))
+                stack.enter_context(_attributes_restored(owner))
         for optimizer in trainer.optimizers:
-            stack.enter_context(_groups_kept(optimizer.param_groups))
-        # `self.optimizers()` gives wrappers that inherit from the optimizer's class, with methods of their own
+            stack.enter_context(_groups_restored(optimizer.param_groups))
+        # `self.optimizers()` returns wrappers that inherit from the optimizer's class and have their own methods
         for optimizer in (*trainer.optimizers, *getattr(trainer.strategy, "_lightning_optimizers", ())):
             stack.enter_context(shadowed(optimizer, step=_refuse, zero_grad=_nothing))
         for config in trainer.lr_scheduler_configs:
@@ -38,8 +38,8 @@ def standing_still(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of the instance, past a `__setattr__` of its own; gone afterwards."""
-    if not hasattr(owner, "__dict__"):  # it has slots
+    """Instance attributes for the life of the context, set without the class's `__setattr__`."""
+    if not hasattr(owner, "__dict__"):  # a class with slots
         yield
         return
     before = {name: owner.__dict__[name] for name in attributes if name in owner.__dict__}
@@ -55,19 +55,19 @@ def shadowed(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(owner: Any) -> Iterator[None]:
+def _attributes_restored(owner: Any) -> Iterator[None]:
     before = dict(owner.__dict__)
     try:
         yield
     finally:
-        for name in [name for name in owner.__dict__ if name not in before and name not in _LEFT_ALONE]:
+        for name in [name for name in owner.__dict__ if name not in before and name not in _NOT_RESTORED]:
             del owner.__dict__[name]
-        owner.__dict__.update({name: value for name, value in before.items() if name not in _LEFT_ALONE})
+        owner.__dict__.update({name: value for name, value in before.items() if name not in _NOT_RESTORED})
 
 
 @contextmanager
-def _groups_kept(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Learning rate, momentum, …: what a step sets by hand. The dicts stay the same objects, a scheduler knows them."""
+def _groups_restored(groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Learning rate, momentum, …: what a step may set. The dicts stay the same objects: schedulers refer to them."""
     before = [(group, dict(group)) for group in groups]
     try:
         yield

@@ -32,8 +32,8 @@ RESPONSES: Mapping[ErrorKind, Response] = {
     "input": Response(("training batch", "without the failed part"), retry_later=False),
     "permanent": Response(("without the failed part",), retry_later=False),
 }
-"""The training batch is tried only if the first measurement of a run fails on the validation batch, half the samples only
-where the batch can be split, and a measurement without the failed part only where another part remains."""
+"""The training batch is tried only if the first measurement of a run fails on the validation batch; half the samples,
+if the batch can be split; a measurement without the failed part, if another part remains."""
 
 MAX_MESSAGE = 300
 """characters of an error's first line: some messages of torch list all its backends in it"""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from curvmon.graph.pytree import map_all_tensors
-from curvmon.monitor.batch_samples import Collector, fingerprint, halves, restored, samples_in, stored
+from curvmon.monitor.batch_samples import Collector, fingerprint, halves, sample_count, storable_tensors, with_tensors
 from curvmon.monitor.process_group import Ranks
 
 Warn = Callable[[str], None]
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """Which batches are measured."""
 
     preferred: str
@@ -83,8 +85,8 @@ class ProbeBatch:
                     own = [map_all_tensors(batch, lambda tensor: tensor.cpu()) for batch in collected]
                 is_substitute = source != preferred
                 notes = ("measured on the first training batch: there was no validation batch yet",)
-                self._choice = Choice(preferred, source, None, notes if is_substitute else ())
-                received = self._choice._replace(batches=_received(ranks, own, owners[0], device))
+                self._choice = Choice(preferred, source, notes=notes if is_substitute else ())
+                received = replace(self._choice, batches=_received(ranks, own, owners[0], device))
                 resumed = self._resumed(received, warn)
                 self._choice = Choice(preferred) if resumed is None else resumed
                 if resumed is not None:
@@ -95,7 +97,7 @@ class ProbeBatch:
         """Fewer than half of the wanted validation samples have been captured, as after a short sanity check."""
         if self._choice.batches is not None or not self._collectors or not self._collectors["val"].batches:
             return False
-        sizes = [samples_in(batch) for batch in self._collectors["val"].batches]
+        sizes = [sample_count(batch) for batch in self._collectors["val"].batches]
         return None not in sizes and 2 * sum(size or 0 for size in sizes) < self._size * self._count
 
     def choice(self) -> Choice:
@@ -126,8 +128,8 @@ class ProbeBatch:
             return False
         batches = [part[0] for part in parts if part is not None]
         other_notes = [note for note in self.notes if not note.startswith("out of memory")]
-        note = f"out of memory: measured on the first {samples_in(batches[0])} samples of the batch"
-        self._choice = self._choice._replace(batches=batches, notes=(*other_notes, note))
+        note = f"out of memory: measured on the first {sample_count(batches[0])} samples of the batch"
+        self._choice = replace(self._choice, batches=batches, notes=(*other_notes, note))
         return True
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -136,7 +138,7 @@ class ProbeBatch:
             return self._saved
         return {
             "fingerprint": fingerprint(choice.batches),
-            "tensors": stored(choice.batches),
+            "tensors": storable_tensors(choice.batches),
             "source": choice.source,
             "notes": list(choice.notes),
         }
@@ -144,7 +146,7 @@ class ProbeBatch:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         if state is not None and state["source"] == "train":
             # training_step did not accept the validation batch
-            self._choice = self._choice._replace(preferred="train")
+            self._choice = replace(self._choice, preferred="train")
         self._saved = state
 
     def _resumed(self, choice: Choice, warn: Warn) -> Choice | None:
@@ -156,9 +158,9 @@ class ProbeBatch:
         if saved is None or choice.batches is None:
             return choice
         tensors = saved["tensors"]
-        earlier = None if tensors is None else restored(choice.batches, tensors)
+        earlier = None if tensors is None else with_tensors(choice.batches, tensors)
         if earlier is not None:
-            return choice._replace(batches=earlier, notes=tuple(saved["notes"]))
+            return replace(choice, batches=earlier, notes=tuple(saved["notes"]))
         if choice.preferred == saved["source"] == "val" != choice.source:
             return None
         if fingerprint(choice.batches) != saved["fingerprint"]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from curvmon.errors import DivergedError, InputError, LossError
 from curvmon.graph.arguments import batch_size, check_arguments, explained, why_not_finite
 from curvmon.graph.autograd import bypassed, custom_functions, differentiate, product
-from curvmon.graph.linear_layers import Layer, LayeredGraph, used_once, watched_layers
+from curvmon.graph.linear_layers import Layer, LayeredGraph, tapped_layers, used_once
 from curvmon.graph.loss_curvature import Layout
 from curvmon.graph.pytree import map_all_tensors, named_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
@@ -106,7 +106,9 @@ class ParameterOperator(SymmetricOperator):
         parameters: Mapping[str, Tensor],
         originals: Sequence[Tensor],
         layered: Callable[[Mapping[str, Tensor]], Iterator[tuple[float, LayeredGraph]]],
+        notes: Sequence[str] = (),
     ) -> None:
+        self.notes = notes
         self._losses = losses
         self._layered = layered
         self.names = tuple(parameters)
@@ -234,7 +236,7 @@ def _opened(
     odd = [name for name, parameter in trainable.items() if parameter.is_complex()]
     if odd:
         raise InputError(f"complex parameters ({', '.join(odd)}): use their real views, torch.view_as_real")
-    with isolated(model, loss, seed=NOISE_SEED, dtype=dtype):
+    with isolated(model, loss, seed=NOISE_SEED, dtype=dtype) as isolation:
         copies = dict(model.named_parameters())
         parameters = {name: copies[name].requires_grad_() for name in trainable}
 
@@ -256,21 +258,21 @@ def _opened(
 
         shares = _shares(batches)
         losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
-        yield ParameterOperator(losses, parameters, list(trainable.values()), layered)
+        yield ParameterOperator(losses, parameters, list(trainable.values()), layered, isolation.notes)
 
 
 def _by_layers(
     model: nn.Module, once: Mapping[str, Tensor], build: Callable[[], TappedGraph]
 ) -> tuple[TappedGraph, list[Layer], set[str]]:
     """The graph with a tap on every layer that runs once, these layers, and the names of their parameters."""
-    shy: list[nn.Module] = []
+    skip: list[nn.Module] = []
     while True:
-        with watched_layers(model, once, shy) as watched:
+        with tapped_layers(model, once, skip) as tapped:
             graph = build()
-        odd = watched.odd()
-        if not odd:
-            return graph, watched.layers, watched.owned
-        shy += odd
+        unusable = tapped.unusable()
+        if not unusable:
+            return graph, tapped.layers, tapped.owned
+        skip += unusable
 
 
 def _samples(batch: Any) -> int:

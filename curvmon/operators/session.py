@@ -16,6 +16,7 @@ from curvmon.graph.nodes import Call, choose, labelled, record_calls, resolve
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.isolation.model_state import Isolation, isolated, own_copy
+from curvmon.isolation.patches import is_view_of
 from curvmon.isolation.random_state import reseed
 from curvmon.operators.node_blocks import GraphOperator
 
@@ -49,7 +50,7 @@ def open_session(
     output: str | None,
     batch_dim: int,
     dtype: torch.dtype | None,
-    lean: bool = True,
+    efficient: bool = True,
 ) -> Iterator[Session]:
     """Tap `model` under `loss`. When the context ends, with or without an error, the model is exactly as before."""
     wanted = check_arguments(model, loss, nodes, output, batch_dim)
@@ -66,7 +67,7 @@ def open_session(
         out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))
 
         def tap(chosen: list[Call]) -> TappedGraph:
-            graph = tapped_forward(labelled(calls, chosen), run, batch_dim=batch_dim, output=out, lean=lean)
+            graph = tapped_forward(labelled(calls, chosen), run, batch_dim=batch_dim, output=out, efficient=efficient)
             if not torch.isfinite(graph.loss):
                 raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph
@@ -76,10 +77,14 @@ def open_session(
         else:
             operator, notes = GraphOperator(tap(resolve(model, calls, wanted))), []
         graph = operator.graph
-        notes += [*_output_notes(operator, output), *_graph_notes(operator, samples, batch_dim, dtype)]
+        notes += [
+            *isolation.notes,
+            *_output_notes(operator, output),
+            *_graph_notes(operator, samples, batch_dim, dtype),
+        ]
 
         def shifted(at: Mapping[str, Tensor]) -> TappedGraph:
-            return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at, lean=lean)
+            return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at, efficient=efficient)
 
         yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes, shifted)
 
@@ -158,7 +163,7 @@ def _rows_of_several(calls: list[Call], samples: int | None, batch_dim: int) -> 
 def _is_output(graph: TappedGraph, i: int) -> bool:
     """Whether the node's output enters the loss, directly or through a view, with no layer between them."""
     tapped = graph.tapped[i]
-    return any(out is tapped or out._base is tapped for out in graph.outputs)
+    return any(out is tapped or is_view_of(out, tapped) for out in graph.outputs)
 
 
 def _shape_notes(

@@ -107,6 +107,7 @@ def spectrum(
             raise InputError(f"{name} must be at least 1, not {value}")
     notes: list[str] = []
     with open_parameters(model, [batch, *more_batches], loss=loss) as operator:
+        notes.extend(operator.notes)
         members = {} if groups is None else resolve_groups(operator.names, groups)
         if on_product is not None:
             operator.on_product = on_product

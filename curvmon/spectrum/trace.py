@@ -216,7 +216,7 @@ def _separable_layers(layered: LayeredGraph, layout: Layout, column: list[Tensor
     weighted = product(layered.graph.outputs, taps, layout.tensors(rows * weights.to(rows).unsqueeze(1)))
     separable = []
     for i, (layer, one, other) in enumerate(zip(layered.layers, plain, weighted)):
-        if not layer.rows(layout.samples):
+        if not layer.has_sample_rows(layout.samples):
             continue
         each = weights.to(one).repeat_interleave(len(one) // layout.samples).reshape(-1, *[1] * (one.ndim - 1))
         if norm_squared(other - each * one) <= (10 * torch.finfo(one.dtype).eps) ** 2 * norm_squared(other):

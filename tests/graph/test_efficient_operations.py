@@ -1,4 +1,4 @@
-"""Lean operations have the values and derivatives of torch's own, and step aside where they would not."""
+"""Efficient operations have the values and derivatives of torch's own, and are not used where they would not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from curvmon.graph.efficient_operations import LeanOperations, is_ours
+from curvmon.graph.efficient_operations import EfficientOperations, is_efficient_operation
 from curvmon.operators.session import open_session
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -53,9 +53,9 @@ CONVOLUTIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 
 
 def derivatives(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, ...]:
-    """Value, g^T J, and the derivative of <g^T J, z> by x and by g, for fixed g and z."""
+    """Value, g^T J, and the derivatives of <g^T J, z> w.r.t. x and g, for fixed g and z."""
     x = x.clone().requires_grad_()
-    y = function(x * 1.0)  # not a leaf, as behind a tap
+    y = function(x * 1.0)  # not a leaf, as after a tap
     g = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
     (first,) = torch.autograd.grad(y, x, g, create_graph=True)
     z = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
@@ -68,13 +68,13 @@ def compare(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     plain = derivatives(function, x)
     replaced = []
 
-    def lean(x: Tensor) -> Tensor:
-        with LeanOperations():
+    def efficient(x: Tensor) -> Tensor:
+        with EfficientOperations():
             y = function(x)
-        replaced.append(y.grad_fn is not None and (is_ours(y.grad_fn) or "Add" in y.grad_fn.name()))
+        replaced.append(y.grad_fn is not None and (is_efficient_operation(y.grad_fn) or "Add" in y.grad_fn.name()))
         return y
 
-    for one, other in zip(derivatives(lean, x), plain):
+    for one, other in zip(derivatives(efficient, x), plain):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     return replaced[0]
 
@@ -92,7 +92,7 @@ def test_convolutions_and_batch_norm(name: str) -> None:
     assert compare(function, x)
 
 
-def test_what_is_not_elementwise_or_not_constant_is_left_to_torch() -> None:
+def test_unsupported_calls_are_not_replaced() -> None:
     x = torch.randn(3, 4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     even = W[2][:, :, :2, :2]
     assert not compare(lambda x: F.conv2d(x, even, padding="same"), x)  # padded on one side only
@@ -101,16 +101,16 @@ def test_what_is_not_elementwise_or_not_constant_is_left_to_torch() -> None:
     assert not compare(lambda x: F.silu(x.clone(), inplace=True), x)
     assert not compare(lambda x: F.elu(x.clone(), 1.0, True), x)
     trainable = W[2].clone().requires_grad_()
-    with LeanOperations():
+    with EfficientOperations():
         y = F.conv2d(x.requires_grad_() * 1.0, trainable)
-    assert not is_ours(y.grad_fn)
+    assert not is_efficient_operation(y.grad_fn)
     assert torch.autograd.grad(y.sum(), trainable)[0].any()
 
 
-def test_batch_norm_in_mixed_precision_is_left_to_torch() -> None:
+def test_batch_norm_in_mixed_precision_is_not_replaced() -> None:
     """Half-precision activations with statistics in single precision stay in half precision."""
     x = torch.randn(3, 4, 5).bfloat16().requires_grad_()
-    with LeanOperations():
+    with EfficientOperations():
         y = F.batch_norm(x * 1.0, STATISTICS[0].float(), STATISTICS[1].float())
     assert y.dtype == torch.bfloat16
 
@@ -125,7 +125,7 @@ class Smooth(nn.Module):
 
 
 def gradient_penalty(model: Any, x: Tensor) -> Tensor:
-    """Differentiates by itself: H then has third derivatives of the activations in it."""
+    """Takes a gradient itself: H then contains third derivatives of the activations."""
     x = x.clone().requires_grad_()
     y = model(x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -143,12 +143,12 @@ def forward_mode(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [gradient_penalty, transformed, forward_mode])
-def test_losses_that_differentiate_or_transform_by_themselves(loss: Callable[[Any, Tensor], Tensor]) -> None:
+def test_losses_with_gradients_or_transforms_of_their_own(loss: Callable[[Any, Tensor], Tensor]) -> None:
     """Against torch's own Hessian of a network that is written out with explicit perturbations."""
     torch.manual_seed(0)
     model = Smooth().double()
     x = torch.randn(4, 3, dtype=torch.float64)
-    found = curvmon.exact(model, x, loss=loss, nodes=["first", "second"])
+    result = curvmon.exact(model, x, loss=loss, nodes=["first", "second"])
 
     def perturbed(e: Tensor) -> Tensor:
         def forward(x: Tensor) -> Tensor:
@@ -158,18 +158,20 @@ def test_losses_that_differentiate_or_transform_by_themselves(loss: Callable[[An
         return loss(forward, x)
 
     truth = torch.autograd.functional.hessian(perturbed, torch.zeros(10, dtype=torch.float64))
-    blocks = torch.cat([torch.cat([found.blocks[v, w] for w in found.nodes], 1) for v in found.nodes])
+    blocks = torch.cat([torch.cat([result.blocks[v, w] for w in result.nodes], 1) for v in result.nodes])
     torch.testing.assert_close(blocks, truth, rtol=1e-9, atol=1e-12)
 
 
-def test_a_product_computes_nothing_by_the_weights() -> None:
-    """Two convolutions a layer and product, W u and W^T g; torch's own double backward takes one by the weights too."""
+def test_product_has_no_gradient_wrt_weights() -> None:
+    """Two convolutions per layer and product, W u and W^T g; torch has a third, w.r.t. the weights."""
     counts = []
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.SiLU(), nn.Flatten(), nn.Linear(64, 2))
     batch = torch.randn(2, 3, 8, 8), torch.randn(2, 2)
     options: dict[str, Any] = {"nodes": ["0"], "output": None, "batch_dim": 0, "dtype": None}
-    for lean in (True, False):
-        with open_session(model, batch, loss=lambda m, b: F.mse_loss(m(b[0]), b[1]), lean=lean, **options) as session:
+    for efficient in (True, False):
+        with open_session(
+            model, batch, loss=lambda m, b: F.mse_loss(m(b[0]), b[1]), efficient=efficient, **options
+        ) as session:
             z = torch.randn(session.operator.templates[0].numel(), 1)
             with Convolutions() as counter:
                 session.operator.remainders(0, z)
@@ -185,13 +187,13 @@ class Convolutions(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_users_own_functions_are_still_told_apart() -> None:
-    """Lean operations are autograd functions, but no reason to suspect a second derivative."""
-    found = curvmon.measure(Smooth(), torch.randn(4, 3), loss=lambda m, x: m(x).square().mean(), output="")
-    assert not any("custom autograd" in note for note in found.notes)
+def test_efficient_operations_are_not_reported_as_custom_functions() -> None:
+    """Efficient operations are autograd functions too, but their second derivatives need no check."""
+    result = curvmon.measure(Smooth(), torch.randn(4, 3), loss=lambda m, x: m(x).square().mean(), output="")
+    assert not any("custom autograd" in note for note in result.notes)
 
 
-def test_a_model_that_registers_hooks_on_its_activations() -> None:
+def test_hooks_on_activations() -> None:
     """They need a tensor that requires gradients, already in the pass that finds the layers."""
 
     class Hooked(Smooth):

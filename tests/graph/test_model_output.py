@@ -1,4 +1,4 @@
-"""The output of a network is found wherever the loss is computed; GN is the same however the loss is written."""
+"""The output is detected wherever the loss is computed; GN does not depend on how the loss is written."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ CROSS_ENTROPY: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("how", CROSS_ENTROPY)
-def test_cross_entropy_in_all_its_spellings(how: str, model: nn.Module, batch: Batch) -> None:
+def test_cross_entropy_spellings(how: str, model: nn.Module, batch: Batch) -> None:
     torch.testing.assert_close(gap(model, batch, CROSS_ENTROPY[how]), gap(model, batch, ce), rtol=1e-8, atol=1e-12)
 
 
@@ -84,11 +84,11 @@ BINARY: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("how", BINARY)
-def test_binary_cross_entropy_in_all_its_spellings(how: str, model: nn.Module, batch: Batch) -> None:
+def test_binary_cross_entropy_spellings(how: str, model: nn.Module, batch: Batch) -> None:
     torch.testing.assert_close(gap(model, batch, BINARY[how]), gap(model, batch, bce), rtol=1e-6, atol=1e-12)
 
 
-def test_a_model_that_computes_its_own_loss(model: nn.Module, batch: Batch) -> None:
+def test_model_that_computes_its_own_loss(model: nn.Module, batch: Batch) -> None:
     class OwnLoss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -98,11 +98,11 @@ def test_a_model_that_computes_its_own_loss(model: nn.Module, batch: Batch) -> N
             logits = self.net(x)
             return {"loss": self.criterion(logits, y), "logits": logits}
 
-    found = curvmon.exact(OwnLoss(), batch, loss=lambda m, b: m(b[0], b[1])["loss"], nodes=["net.0", "net.2"])
-    torch.testing.assert_close(found.gn_gap, gap(model, batch, ce))
+    result = curvmon.exact(OwnLoss(), batch, loss=lambda m, b: m(b[0], b[1])["loss"], nodes=["net.0", "net.2"])
+    torch.testing.assert_close(result.gn_gap, gap(model, batch, ce))
 
 
-def test_several_terms_are_one_output(model: nn.Module, batch: Batch) -> None:
+def test_gauss_newton_of_several_terms_is_their_sum(model: nn.Module, batch: Batch) -> None:
     """Two losses of the same logits: the Gauss-Newton parts add."""
 
     def both(m: Any, b: Batch) -> Tensor:
@@ -116,14 +116,14 @@ def test_several_terms_are_one_output(model: nn.Module, batch: Batch) -> None:
     torch.testing.assert_close(parts[0], parts[1] + 0.3 * parts[2])
 
 
-def test_probabilities_without_known_logits_are_mentioned(model: nn.Module, batch: Batch) -> None:
-    found = curvmon.exact(
+def test_probabilities_without_logits_are_noted(model: nn.Module, batch: Batch) -> None:
+    result = curvmon.exact(
         model, batch, loss=lambda m, b: F.nll_loss(torch.cat([m(b[0]).log_softmax(-1)]), b[1]), nodes=["0"]
     )
-    assert any("splits at the probabilities that enter nll_loss" in note for note in found.notes)
+    assert any("splits at the probabilities that enter nll_loss" in note for note in result.notes)
 
 
-def test_a_link_further_up_belongs_to_the_network(model: nn.Module, batch: Batch) -> None:
+def test_activation_before_the_logits_belongs_to_the_network(model: nn.Module, batch: Batch) -> None:
     """sigmoid, then cross-entropy: the output is what enters the softmax, however that is written."""
     one = gap(model, batch, lambda m, b: F.cross_entropy(m(b[0]).sigmoid(), b[1]))
     two = gap(model, batch, lambda m, b: F.nll_loss(F.log_softmax(m(b[0]).sigmoid(), -1), b[1]))
@@ -144,16 +144,16 @@ def in_place_carrier(m: Any, b: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize(("loss", "factor"), [(in_place_carrier, 0.5), (in_place_logits, 1.0)])
-def test_changes_in_place_are_not_undone(loss: Loss, factor: float, model: nn.Module, batch: Batch) -> None:
+def test_changes_in_place_are_kept(loss: Loss, factor: float, model: nn.Module, batch: Batch) -> None:
     """The steps between logits and loss are replayed only where nothing was overwritten since."""
-    found = curvmon.exact(model, batch, loss=loss, nodes=["0", "2"])
+    result = curvmon.exact(model, batch, loss=loss, nodes=["0", "2"])
     truth = curvmon.exact(model, batch, loss=ce, nodes=["0", "2"])
-    assert found.loss == pytest.approx(factor * truth.loss)
-    torch.testing.assert_close(found.resonance, factor * truth.resonance)
+    assert result.loss == pytest.approx(factor * truth.loss)
+    torch.testing.assert_close(result.resonance, factor * truth.resonance)
 
 
-def test_output_overrides_the_detection(model: nn.Module, batch: Batch) -> None:
-    """The whole network behind node 2 counted as loss: nothing is left for T at node 2."""
+def test_output_argument_overrides_detection(model: nn.Module, batch: Batch) -> None:
+    """The network after node 2 counts as loss: T at node 2 is zero."""
     assert gap(model, batch, ce, output="2")[1, 1] < 1e-12
     assert gap(model, batch, ce)[1, 1] > 1e-3
     torch.testing.assert_close(gap(model, batch, ce, output="4"), gap(model, batch, ce))
@@ -164,17 +164,17 @@ def by_hand(m: Any, b: Batch) -> Tensor:
     return (m(b[0]) - b[2]).square().mean()
 
 
-def test_a_loss_written_by_hand_needs_output(model: nn.Module, batch: Batch) -> None:
+def test_loss_written_by_hand_needs_output(model: nn.Module, batch: Batch) -> None:
     truth = curvmon.exact(model, batch, loss=lambda m, b: F.mse_loss(m(b[0]), b[2]), nodes=["0", "2"])
     for run in (curvmon.exact, curvmon.measure):
-        found = run(model, batch, loss=by_hand, nodes=["0", "2"])
-        assert torch.isnan(found.gn_gap).all() and torch.isnan(found.stderr["gn_gap"]).all()
-        assert any('pass output="' in note for note in found.notes)
-        torch.testing.assert_close(found.resonance, truth.resonance, rtol=1e-4, atol=0)
+        result = run(model, batch, loss=by_hand, nodes=["0", "2"])
+        assert torch.isnan(result.gn_gap).all() and torch.isnan(result.stderr["gn_gap"]).all()
+        assert any('pass output="' in note for note in result.notes)
+        torch.testing.assert_close(result.resonance, truth.resonance, rtol=1e-4, atol=0)
     torch.testing.assert_close(gap(model, batch, by_hand, output=""), truth.gn_gap)
 
 
-def test_a_term_written_by_hand_beside_a_torch_loss(model: nn.Module, batch: Batch) -> None:
+def test_term_written_by_hand_with_a_torch_loss(model: nn.Module, batch: Batch) -> None:
     """GN of a part of the loss is not GN: say so, and give a number only where the rest is negligible."""
 
     def mixed(weight: float) -> Loss:
@@ -186,7 +186,7 @@ def test_a_term_written_by_hand_beside_a_torch_loss(model: nn.Module, batch: Bat
     assert torch.isfinite(small.gn_gap[0, 0]) and any("approximate" in n for n in small.notes)
 
 
-def test_an_output_that_the_loss_does_not_use(model: nn.Module, batch: Batch) -> None:
+def test_output_that_the_loss_does_not_use(model: nn.Module, batch: Batch) -> None:
     class Aux(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -196,12 +196,12 @@ def test_an_output_that_the_loss_does_not_use(model: nn.Module, batch: Batch) ->
             self.aux(x)
             return self.net(x)
 
-    found = curvmon.exact(Aux(), batch, loss=ce, nodes=["net.0"], output="aux")
-    assert torch.isnan(found.gn_gap).all()
-    assert any("does not depend on the output of 'aux'" in note for note in found.notes)
+    result = curvmon.exact(Aux(), batch, loss=ce, nodes=["net.0"], output="aux")
+    assert torch.isnan(result.gn_gap).all()
+    assert any("does not depend on the output of 'aux'" in note for note in result.notes)
 
 
-def test_a_metric_computed_under_no_grad_is_no_output(model: nn.Module, batch: Batch) -> None:
+def test_metric_under_no_grad_is_no_output(model: nn.Module, batch: Batch) -> None:
     def loss(m: Any, b: Batch) -> Tensor:
         out = m(b[0])
         with torch.no_grad():
@@ -211,7 +211,7 @@ def test_a_metric_computed_under_no_grad_is_no_output(model: nn.Module, batch: B
     torch.testing.assert_close(gap(model, batch, loss), gap(model, batch, ce))
 
 
-def test_the_same_tensor_twice_in_an_output_is_tapped_in_both_places(batch: Batch) -> None:
+def test_tensor_twice_in_an_output_is_tapped_in_both_places(batch: Batch) -> None:
     class Features(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -222,10 +222,10 @@ def test_the_same_tensor_twice_in_an_output_is_tapped_in_both_places(batch: Batc
             return {"before": h, "feature": h}
 
     model = nn.ModuleDict({"features": Features(), "head": nn.Linear(5, CLASSES)})
-    found = curvmon.exact(
+    result = curvmon.exact(
         model,
         batch,
         loss=lambda m, b: F.cross_entropy(m["head"](m["features"](b[0])["feature"].tanh()), b[1]),
         nodes=["features"],
     )
-    assert found.resonance.item() > 0
+    assert result.resonance.item() > 0

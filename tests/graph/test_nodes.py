@@ -57,26 +57,26 @@ def mlp(layers: int) -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(6, 3))
 
 
-def test_a_sequential_gives_its_weight_layers_without_the_output() -> None:
+def test_sequential_gives_weight_layers_without_output() -> None:
     assert chosen(mlp(5), torch.randn(SAMPLES, 6)) == ("0", "3", "6", "9", "12")
 
 
-def test_a_deep_sequential_is_thinned_out_evenly() -> None:
-    found = [int(name) for name in chosen(mlp(20), torch.randn(SAMPLES, 6))]
-    assert len(found) == 8 and found[0] == 0 and found[-1] == 57
-    gaps = [b - a for a, b in itertools.pairwise(found)]
+def test_deep_sequential_gives_equidistant_layers() -> None:
+    result = [int(name) for name in chosen(mlp(20), torch.randn(SAMPLES, 6))]
+    assert len(result) == 8 and result[0] == 0 and result[-1] == 57
+    gaps = [b - a for a, b in itertools.pairwise(result)]
     assert max(gaps) - min(gaps) <= 3
 
 
-def test_a_shallow_network_keeps_its_output() -> None:
+def test_shallow_network_keeps_its_output() -> None:
     assert chosen(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(SAMPLES, 6)) == ("0", "2")
 
 
-def test_a_resnet_gives_its_stages() -> None:
+def test_resnet_gives_stages() -> None:
     assert chosen(resnet18(), images()) == ("conv1", "layer1", "layer2", "layer3", "layer4")
 
 
-def test_a_lightning_module_is_looked_through() -> None:
+def test_lightning_module_gives_blocks_of_its_network() -> None:
     batch = torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,))
     assert chosen(Lit(mlp(5)), batch, loss=step) == ("model.0", "model.3", "model.6", "model.9", "model.12")
     batch = images(), torch.randint(10, (SAMPLES,))
@@ -89,12 +89,12 @@ def test_a_lightning_module_is_looked_through() -> None:
     )
 
 
-def test_a_transformer_encoder_gives_its_layers() -> None:
+def test_transformer_encoder_gives_layers() -> None:
     layers = tuple(f"encoder.layers.{i}" for i in range(5))
     assert chosen(Encoder(layers=5), torch.randn(SAMPLES, 4, 3)) == ("embed", *layers)
 
 
-def test_a_short_transformer_is_opened() -> None:
+def test_short_transformer_gives_parts_of_layers() -> None:
     inner = tuple(f"encoder.layers.{i}.{part}" for i in range(2) for part in ("self_attn", "linear1", "linear2"))
     assert chosen(Encoder(layers=2), torch.randn(SAMPLES, 4, 3)) == ("embed", *inner)
 
@@ -105,7 +105,7 @@ def test_three_layers_are_kept_whole() -> None:
     assert chosen(Encoder(layers=3), torch.randn(SAMPLES, 4, 3)) == ("embed", *layers)
 
 
-def test_a_block_is_better_than_its_only_layer() -> None:
+def test_block_is_preferred_to_its_only_layer() -> None:
     def stage(inputs: int, outputs: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
 
@@ -117,11 +117,11 @@ def test_a_block_is_better_than_its_only_layer() -> None:
     assert chosen(model, images(size=4), loss=loss) == ("stem", "one", "two")
 
 
-def test_a_unet_gives_both_arms() -> None:
+def test_unet_gives_both_arms() -> None:
     assert chosen(UNet(), images(1, 4)) == ("down1", "down2", "middle", "up2", "up1")
 
 
-def test_a_residual_mlp_gives_blocks_from_its_module_list() -> None:
+def test_residual_mlp_gives_blocks_of_its_module_list() -> None:
     expected = ("stem", *(f"blocks.{i}" for i in range(6)))
     assert chosen(ResidualMLP(depth=6), torch.randn(SAMPLES, 7)) == expected
 
@@ -130,23 +130,23 @@ def own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
-def test_a_language_model_that_computes_its_own_loss() -> None:
+def test_language_model_that_computes_its_own_loss() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=8, n_head=2, vocab_size=20, n_positions=8))
     ids = torch.randint(20, (SAMPLES, 5))
-    found = curvmon.measure(model, {"input_ids": ids, "labels": ids}, loss=own_loss, rtol=10)
-    assert found.nodes == ("transformer.wte", *(f"transformer.h.{i}" for i in range(6)))
-    assert torch.isfinite(found.gn_gap).all()
+    result = curvmon.measure(model, {"input_ids": ids, "labels": ids}, loss=own_loss, rtol=10)
+    assert result.nodes == ("transformer.wte", *(f"transformer.h.{i}" for i in range(6)))
+    assert torch.isfinite(result.gn_gap).all()
 
 
 def test_embeddings_are_not_opened_before_the_encoder() -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertForSequenceClassification(BertConfig(vocab_size=500, max_position_embeddings=16, **sizes))
     batch = {"input_ids": torch.randint(20, (SAMPLES, 5)), "labels": torch.randint(2, (SAMPLES,))}
-    found = chosen(model, batch, loss=own_loss)
-    assert [name for name in found if ".layer." in name] == [f"bert.encoder.layer.{i}" for i in range(4)]
+    result = chosen(model, batch, loss=own_loss)
+    assert [name for name in result if ".layer." in name] == [f"bert.encoder.layer.{i}" for i in range(4)]
 
 
-def test_parts_without_influence_are_left_out() -> None:
+def test_parts_without_influence_are_skipped() -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,7 +162,7 @@ def test_parts_without_influence_are_left_out() -> None:
     assert chosen(Frozen(), torch.randn(SAMPLES, 6)) == ("head.0", "head.2")
 
 
-def test_modules_with_another_batch_dimension_are_mentioned() -> None:
+def test_modules_with_another_batch_dimension_are_noted() -> None:
     class SequenceFirst(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -180,8 +180,8 @@ def test_modules_with_another_batch_dimension_are_mentioned() -> None:
 
     batch = torch.randint(20, (SAMPLES, 6)), torch.randint(3, (SAMPLES,))
     model = SequenceFirst()
-    found = curvmon.measure(model, batch, loss=loss, rtol=10)
-    assert any("batch_dim" in note for note in found.notes)
+    result = curvmon.measure(model, batch, loss=loss, rtol=10)
+    assert any("batch_dim" in note for note in result.notes)
     right = curvmon.measure(model, batch, loss=loss, rtol=10, batch_dim=1)
     assert right.nodes == tuple(f"layers.{i}" for i in range(5))
     assert not any("entries along" in note for note in right.notes)
@@ -207,17 +207,17 @@ def test_names_and_patterns(wanted: Any, expected: tuple[str, ...]) -> None:
     assert chosen(ResidualMLP(), torch.randn(SAMPLES, 7), nodes=wanted) == expected
 
 
-def test_a_star_stays_on_its_level() -> None:
+def test_star_matches_one_level() -> None:
     assert chosen(resnet18(), images(), nodes=["layer*"]) == ("layer1", "layer2", "layer3", "layer4")
 
 
-def test_a_module_called_twice_is_two_nodes() -> None:
+def test_module_called_twice_is_two_nodes() -> None:
     x = torch.randn(SAMPLES, 7)
     assert chosen(CalledTwice(), x, nodes=["shared"]) == ("shared.call1", "shared.call2")
     assert chosen(CalledTwice(), x, nodes=["shared.call2", "stem"]) == ("stem", "shared.call2")
 
 
-def test_the_model_itself_can_be_a_node() -> None:
+def test_model_itself_as_a_node() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -226,12 +226,12 @@ def test_the_model_itself_can_be_a_node() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.model(x) * 2
 
-    found = chosen(Root(), torch.randn(SAMPLES, 6), nodes=["", "model"])
-    assert found == ("model", "root")
-    assert chosen(Root(), torch.randn(SAMPLES, 6), nodes=list(found)) == found
+    result = chosen(Root(), torch.randn(SAMPLES, 6), nodes=["", "model"])
+    assert result == ("model", "root")
+    assert chosen(Root(), torch.randn(SAMPLES, 6), nodes=list(result)) == result
 
 
-def test_metrics_whose_hash_changes_are_no_problem() -> None:
+def test_metrics_with_changing_hash() -> None:
     """torchmetrics hashes a metric by its state, which the forward pass changes."""
     from torchmetrics import MeanMetric
 
@@ -258,17 +258,17 @@ def test_metrics_whose_hash_changes_are_no_problem() -> None:
         ("blocks", r"'blocks' is never called"),
     ],
 )
-def test_unknown_nodes_are_explained(wanted: str, message: str) -> None:
+def test_unknown_node_error_lists_nearest_names(wanted: str, message: str) -> None:
     with pytest.raises(curvmon.NodeError, match=message):
         chosen(ResidualMLP(), torch.randn(SAMPLES, 7), nodes=[wanted])
 
 
-def test_a_call_that_did_not_happen() -> None:
+def test_call_that_did_not_happen() -> None:
     with pytest.raises(curvmon.NodeError, match="has no call 3"):
         chosen(CalledTwice(), torch.randn(SAMPLES, 7), nodes=["shared.call3"])
 
 
-def test_a_node_that_returns_no_floating_tensor() -> None:
+def test_node_without_floating_output() -> None:
     class Tokens(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x > 0).long()

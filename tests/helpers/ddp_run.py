@@ -227,19 +227,19 @@ def unprepared(rank: int) -> Callable[[World], dict[str, Any]]:
     """One process fails before the first measurement has begun there; another has begun to measure."""
 
     def scenario(world: World) -> dict[str, Any]:
-        original = training_step.standing_still
+        original = training_step.frozen_trainer_state
         monitor = CurvatureMonitor(initial=False, eigenvalues=0)
 
-        def standing_still(trainer: Any) -> Any:
+        def frozen_trainer_state(trainer: Any) -> Any:
             if monitor._validations == 1 and world.rank == rank:
                 raise RuntimeError("not prepared")
             return original(trainer)
 
-        training_step.standing_still = standing_still
+        training_step.frozen_trainer_state = frozen_trainer_state
         try:
             return world.fit(Lit(), monitor, epochs=2)
         finally:
-            training_step.standing_still = original
+            training_step.frozen_trainer_state = original
 
     return scenario
 

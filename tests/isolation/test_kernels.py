@@ -1,4 +1,4 @@
-"""What can be differentiated twice only after a change of kernel or mode is measured all the same."""
+"""Models whose second derivatives need another kernel or mode: attention, checkpoints, compilation, weight norm, …"""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_checkpoints_are_bypassed(reentrant: bool, batch: Batch) -> None:
     plain, model = Checkpointed(None), Checkpointed(reentrant)
     model.load_state_dict(plain.state_dict())
     truth = curvmon.exact(plain, batch, loss=cross_entropy, nodes=["stem", "block"])
-    found = curvmon.exact(model, batch, loss=cross_entropy, nodes=["stem", "block"])
-    torch.testing.assert_close(found.resonance, truth.resonance)
-    torch.testing.assert_close(found.gn_gap, truth.gn_gap)
+    result = curvmon.exact(model, batch, loss=cross_entropy, nodes=["stem", "block"])
+    torch.testing.assert_close(result.resonance, truth.resonance)
+    torch.testing.assert_close(result.gn_gap, truth.gn_gap)
 
 
 @pytest.mark.parametrize("how", ["wrapper", "in place", "submodule"])
@@ -67,9 +67,9 @@ def test_compiled_modules_run_eagerly(how: str, batch: Batch) -> None:
     else:
         plain[1] = torch.compile(plain[1], backend="aot_eager")  # type: ignore[assignment]
     cross_entropy(model, batch).backward()
-    found = curvmon.exact(model, batch, loss=cross_entropy, nodes=["0"])
-    assert found.nodes == ("0",)
-    torch.testing.assert_close(found.resonance, truth.resonance)
+    result = curvmon.exact(model, batch, loss=cross_entropy, nodes=["0"])
+    assert result.nodes == ("0",)
+    torch.testing.assert_close(result.resonance, truth.resonance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -79,9 +79,9 @@ def test_half_precision_models_are_measured_in_float32(dtype: torch.dtype, batch
     full = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     full.load_state_dict(half.state_dict())
     x, y = batch[0].to(dtype), batch[1]
-    found = curvmon.measure(half, (x, y), loss=cross_entropy, nodes=["0"])
+    result = curvmon.measure(half, (x, y), loss=cross_entropy, nodes=["0"])
     truth = curvmon.measure(full, (x.float(), y), loss=cross_entropy, nodes=["0"])
-    assert found.resonance.item() == pytest.approx(truth.resonance.item(), rel=1e-6)
+    assert result.resonance.item() == pytest.approx(truth.resonance.item(), rel=1e-6)
     assert half[0].weight.dtype == dtype
 
 
@@ -93,16 +93,16 @@ def test_dropout_and_batchnorm_are_in_eval_mode(batch: Batch) -> None:
     assert torch.equal(training.resonance, evaluating.resonance)
 
 
-def test_scripted_submodules_are_left_alone(batch: Batch) -> None:
+def test_scripted_submodules_are_unchanged(batch: Batch) -> None:
     scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(8), nn.Tanh()))
     model = nn.Sequential(nn.Linear(6, 8), scripted, nn.Linear(8, 3)).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = curvmon.measure(model, batch, loss=cross_entropy, nodes=["0"])
-    assert found.resonance.item() > 0
+    result = curvmon.measure(model, batch, loss=cross_entropy, nodes=["0"])
+    assert result.resonance.item() > 0
     assert scripted.training and all(torch.equal(before[n], v) for n, v in model.state_dict().items())
 
 
-def test_a_model_made_in_inference_mode(batch: Batch) -> None:
+def test_model_created_in_inference_mode(batch: Batch) -> None:
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     before = [(p.data_ptr(), p.requires_grad) for p in model.parameters()]
@@ -111,7 +111,7 @@ def test_a_model_made_in_inference_mode(batch: Batch) -> None:
 
 
 @both
-def test_data_parallel_hooks_survive(run: Callable[..., Any], batch: Batch, tmp_path: Any) -> None:
+def test_data_parallel_hooks_are_kept(run: Callable[..., Any], batch: Batch, tmp_path: Any) -> None:
     """Assigning parameters in another dtype would silently end gradient synchronisation."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -134,7 +134,7 @@ def test_data_parallel_hooks_survive(run: Callable[..., Any], batch: Batch, tmp_
         torch.distributed.destroy_process_group()
 
 
-def test_a_loss_that_differentiates_by_the_parameters(batch: Batch) -> None:
+def test_loss_with_gradients_wrt_parameters(batch: Batch) -> None:
     """A gradient penalty needs parameters that require gradients; the copies get them, the originals see nothing."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -194,7 +194,7 @@ weight_normed = pytest.mark.parametrize(
 
 
 @weight_normed
-def test_the_spectrum_under_weight_norm(case: tuple[Any, ...]) -> None:
+def test_spectrum_with_weight_norm(case: tuple[Any, ...]) -> None:
     twin = WeightNormed(*case)
     sizes = [p.numel() for p in twin.parameters]
 
@@ -204,16 +204,16 @@ def test_the_spectrum_under_weight_norm(case: tuple[Any, ...]) -> None:
 
     H = hessian(value, torch.cat([p.reshape(-1) for p in twin.parameters]))
     truth = torch.linalg.eigvalsh(H).flip(0)
-    found = curvmon.spectrum(twin.model, twin.batch, loss=cross_entropy, k=3, smallest=True, rtol=1e-3)
-    assert found.converged.all() and found.smallest_converged
-    torch.testing.assert_close(found.eigenvalues.double(), truth[:3], rtol=1e-4, atol=0)
-    assert found.smallest == pytest.approx(truth[-1].item(), rel=1e-3)
-    vectors = found.eigenvectors.double()
+    result = curvmon.spectrum(twin.model, twin.batch, loss=cross_entropy, k=3, smallest=True, rtol=1e-3)
+    assert result.converged.all() and result.smallest_converged
+    torch.testing.assert_close(result.eigenvalues.double(), truth[:3], rtol=1e-4, atol=0)
+    assert result.smallest == pytest.approx(truth[-1].item(), rel=1e-3)
+    vectors = result.eigenvectors.double()
     assert torch.linalg.norm(H @ vectors - vectors * truth[:3]) <= 1e-2 * truth[0]
 
 
 @weight_normed
-def test_nodes_under_weight_norm(case: tuple[Any, ...]) -> None:
+def test_nodes_with_weight_norm(case: tuple[Any, ...]) -> None:
     twin = WeightNormed(*case)
     shape = twin.model[0](twin.batch[0]).shape
     truth = oracle.truth(
@@ -225,9 +225,9 @@ def test_nodes_under_weight_norm(case: tuple[Any, ...]) -> None:
 def assert_nodes(model: nn.Module, batch: Batch, node: str, truth: oracle.Truth) -> None:
     exact = curvmon.exact(model, batch, loss=cross_entropy, nodes=[node])
     torch.testing.assert_close(exact.blocks[node, node], truth.hessian[0, 0], rtol=1e-8, atol=1e-12)
-    found = curvmon.measure(model, batch, loss=cross_entropy, nodes=[node], max_hvps=50, rtol=1e-3)
+    result = curvmon.measure(model, batch, loss=cross_entropy, nodes=[node], max_hvps=50, rtol=1e-3)
     for metric, value in truth.metrics(0, 0).items():
-        estimate, error = getattr(found, metric).item(), found.stderr[metric].item()
+        estimate, error = getattr(result, metric).item(), result.stderr[metric].item()
         assert abs(estimate - value) <= 4 * error + 1e-5 * value, metric
 
 
@@ -242,7 +242,7 @@ class NormedFeatures(nn.Module):
         return self.head(torch._weight_norm(self.stem(x), self.g, 0))
 
 
-def test_nodes_whose_outputs_are_normalised(batch: Batch) -> None:
+def test_nodes_with_normalised_outputs(batch: Batch) -> None:
     torch.manual_seed(0)
     model = NormedFeatures()
     g, W, b, head_W, head_b = (p.detach().double() for p in model.parameters())

@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("run", [curvmon.measure, curvmon.exact])
 
 
 class Stateful(nn.Module):
-    """Everything that a forward pass can move."""
+    """Everything that a forward pass can change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def model(batch: Batch) -> Stateful:
     [(loss, None), (failing, RuntimeError), (interrupted, KeyboardInterrupt)],
     ids=["returns", "raises", "interrupted"],
 )
-def test_no_trace(
+def test_state_is_restored(
     run: Callable[..., Any], step: Callable[..., Tensor], error: type | None, model: Stateful, batch: Batch
 ) -> None:
     before, copies = snapshot(model), [t.clone() for t in batch]
@@ -199,9 +199,7 @@ def test_no_trace(
     ],
     ids=["autocast", "no_grad", "inference_mode", "enable_grad"],
 )
-def test_the_callers_context_neither_matters_nor_changes(
-    context: Callable[[], Any], model: Stateful, batch: Batch
-) -> None:
+def test_caller_context_is_irrelevant_and_kept(context: Callable[[], Any], model: Stateful, batch: Batch) -> None:
     plain = curvmon.measure(model, batch, loss=loss, nodes=["first", "old"])
     with context():
         before = snapshot(model)
@@ -210,12 +208,12 @@ def test_the_callers_context_neither_matters_nor_changes(
     assert torch.equal(plain.resonance, inside.resonance)
 
 
-def test_the_same_seed_gives_the_same_numbers(model: Stateful, batch: Batch) -> None:
+def test_same_seed_same_numbers(model: Stateful, batch: Batch) -> None:
     one, two = (curvmon.measure(model, batch, loss=loss, nodes=["first", "old"]) for _ in range(2))
     assert torch.equal(one.resonance, two.resonance) and torch.equal(one.gn_gap, two.gn_gap)
 
 
-def test_a_pending_graph_survives(batch: Batch) -> None:
+def test_pending_backward_still_works(batch: Batch) -> None:
     """forward, measure, backward: nothing that autograd saved was touched."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     pending = F.cross_entropy(model(batch[0]), batch[1])
@@ -257,7 +255,7 @@ def global_loss(model: nn.Module, batch: Batch) -> Tensor:
 @pytest.mark.parametrize(
     "how", ["method", "object", "closure", "dict", "partial", "global", "helper", "hidden in list"]
 )
-def test_criterion_modules_are_found_wherever_they_are(run: Callable[..., Any], how: str, batch: Batch) -> None:
+def test_criterion_modules_are_restored_wherever_they_are(run: Callable[..., Any], how: str, batch: Batch) -> None:
     owner = Owner()
     criterion = CRITERION if how == "global" else owner.criterion
     held = {"criterion": criterion}
@@ -283,7 +281,7 @@ def test_criterion_modules_are_found_wherever_they_are(run: Callable[..., Any], 
 
 
 @pytest.mark.parametrize("with_kwargs", [False, True])
-def test_a_hook_that_removes_itself_is_back(with_kwargs: bool, batch: Batch) -> None:
+def test_hook_that_removes_itself_is_restored(with_kwargs: bool, batch: Batch) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     fired: list[int] = []
 
@@ -303,7 +301,7 @@ class Scaled(nn.Parameter):
     """A parameter class of the user's own."""
 
 
-def test_parameter_classes_and_named_tuples_are_copied_too(batch: Batch) -> None:
+def test_parameter_classes_and_named_tuples_are_copied(batch: Batch) -> None:
     class State(NamedTuple):
         total: Tensor
 
@@ -325,7 +323,7 @@ def test_parameter_classes_and_named_tuples_are_copied_too(batch: Batch) -> None
     assert torch.equal(model.weight, torch.ones(6)) and model.state.total.item() == 1
 
 
-def test_features_that_a_users_hook_collects_are_tapped(batch: Batch) -> None:
+def test_features_collected_by_user_hooks_are_tapped(batch: Batch) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     features: dict[str, Tensor] = {}
     model[0].register_forward_hook(lambda module, args, out: features.update(x=out))
@@ -378,8 +376,8 @@ def exact_resonance(model: nn.Module, batch: Batch, loss: Callable[..., Tensor])
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("number", [sharpness, resonance, exact_resonance])
-def test_of_two_calls_in_threads_the_second_waits(number: Callable[..., float], shared: bool, batch: Batch) -> None:
-    """A waits a while for B to be inside, B until A has left: overlapping, B would put back what A had replaced."""
+def test_second_thread_waits_for_first(number: Callable[..., float], shared: bool, batch: Batch) -> None:
+    """A waits for B to start, B for A to end. If they overlapped, B would restore the replacements of A."""
     first_inside, second_inside, first_left, met, waited = (threading.Event() for _ in range(5))
 
     def first_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -398,27 +396,27 @@ def test_of_two_calls_in_threads_the_second_waits(number: Callable[..., float], 
     one = network()
     other = one if shared else network()
     alone = number(one, batch, plain_loss), number(other, batch, plain_loss)
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
 
     def first() -> None:
-        found["first"] = number(one, batch, first_loss)
+        result["first"] = number(one, batch, first_loss)
         first_left.set()
 
     def second() -> None:
         first_inside.wait(10)
-        found["second"] = number(other, batch, second_loss)
+        result["second"] = number(other, batch, second_loss)
 
     before = process()
     assert_ends(in_thread(first), in_thread(second))
     assert same(before, process())
     assert not met.is_set() and second_inside.is_set()
-    assert (found["first"], found["second"]) == alone
+    assert (result["first"], result["second"]) == alone
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert one(batch[0]).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, curvmon.InputError])
-def test_after_a_failure_in_one_thread_another_may_measure(error: type[BaseException], batch: Batch) -> None:
+def test_failure_in_one_thread_releases_the_lock(error: type[BaseException], batch: Batch) -> None:
     def failing(model: nn.Module, batch: Batch) -> Tensor:
         raise error
 
@@ -429,23 +427,23 @@ def test_after_a_failure_in_one_thread_another_may_measure(error: type[BaseExcep
             curvmon.measure(model, batch, loss=failing)
         failed.set()
 
-    failed, found = threading.Event(), []
+    failed, result = threading.Event(), []
     before = process()
     assert_ends(in_thread(fail))
     assert failed.is_set() and same(before, process())
-    assert_ends(in_thread(lambda: found.append(resonance(network(), batch, plain_loss))))
-    assert found
+    assert_ends(in_thread(lambda: result.append(resonance(network(), batch, plain_loss))))
+    assert result
 
 
-def test_a_loss_may_measure(batch: Batch) -> None:
+def test_measurement_inside_a_loss(batch: Batch) -> None:
     model, inner = network(), network()
 
     def measuring(model: nn.Module, batch: Batch) -> Tensor:
         return plain_loss(model, batch) * resonance(inner, batch, plain_loss)
 
-    found: list[float] = []
+    result: list[float] = []
     before = process()
-    assert_ends(in_thread(lambda: found.append(sharpness(model, batch, measuring))))
+    assert_ends(in_thread(lambda: result.append(sharpness(model, batch, measuring))))
     assert same(before, process())
     factor = resonance(inner, batch, plain_loss)
-    assert found == [pytest.approx(factor * sharpness(model, batch, plain_loss), rel=1e-4)]
+    assert result == [pytest.approx(factor * sharpness(model, batch, plain_loss), rel=1e-4)]

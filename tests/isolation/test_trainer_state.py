@@ -1,4 +1,4 @@
-"""What a step reaches through its Trainer: the stage, learning rates, schedules, counters. None of it moves."""
+"""What a step can change through its Trainer (stage, learning rates, schedules, counters) is frozen."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Scheduled(Regression):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)]
 
 
-def sets_the_learning_rate(self: Any, loss: Tensor) -> Tensor:
+def sets_learning_rate(self: Any, loss: Tensor) -> Tensor:
     for group in self.optimizers().param_groups:
         group["lr"] *= 0.9
     return loss
 
 
-def steps_the_schedule(self: Any, loss: Tensor) -> Tensor:
+def steps_schedule(self: Any, loss: Tensor) -> Tensor:
     self.lr_schedulers().step()
     return loss
 
@@ -75,8 +75,8 @@ def is_for_training(self: Any, loss: Tensor) -> Tensor:
 
 
 REACHES = (
-    sets_the_learning_rate,
-    steps_the_schedule,
+    sets_learning_rate,
+    steps_schedule,
     zeroes_gradients,
     counts_on_the_trainer,
     counts_on_the_datamodule,
@@ -105,7 +105,7 @@ def run(reach: Callable[[Any, Tensor], Tensor], *watchers: pl.Callback) -> dict[
 
 
 @pytest.mark.parametrize("reach", REACHES, ids=lambda reach: reach.__name__)
-def test_training_is_the_same(reach: Any, recwarn: pytest.WarningsRecorder) -> None:
+def test_training_is_unchanged(reach: Any, recwarn: pytest.WarningsRecorder) -> None:
     monitor = CurvatureMonitor(eigenvalues=1, probe_size=8, metrics=["resonance"], every_n_train_steps=1)
     assert not differences(run(reach), run(reach, monitor))
     assert len(monitor.history) > 3
@@ -113,7 +113,7 @@ def test_training_is_the_same(reach: Any, recwarn: pytest.WarningsRecorder) -> N
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_a_step_that_steps_its_optimizer_is_declined(wrapped: bool) -> None:
+def test_step_that_steps_its_optimizer_is_refused(wrapped: bool) -> None:
     def steps(self: Any, loss: Tensor) -> Tensor:
         if not self.training:
             self.optimizers(use_pl_optimizer=wrapped).step()
@@ -121,12 +121,12 @@ def test_a_step_that_steps_its_optimizer_is_declined(wrapped: bool) -> None:
 
     monitor = CurvatureMonitor(probe_size=8)
     alone = run(steps)
-    with pytest.warns(UserWarning, match="steps its optimizer, which a measurement must not; pass loss=") as told:
+    with pytest.warns(UserWarning, match="steps its optimizer, which a measurement must not; pass loss=") as record:
         assert not differences(alone, run(steps, monitor))
-    assert len([w for w in told if "curvmon" in str(w.message)]) == 1 and not monitor.snapshots
+    assert len([w for w in record if "curvmon" in str(w.message)]) == 1 and not monitor.snapshots
 
 
-def test_a_request_to_stop_from_outside_is_heard() -> None:
+def test_stop_requested_during_measurement_is_kept() -> None:
     """A signal handler may set it in the seconds that a measurement takes."""
 
     class Stopping(CurvatureMonitor):
@@ -145,7 +145,7 @@ def test_a_request_to_stop_from_outside_is_heard() -> None:
         assert trainer.current_epoch == 1
 
 
-def test_a_module_reads_what_it_would_read_in_training() -> None:
+def test_module_reads_the_training_stage() -> None:
     seen = []
 
     class Curious(Regression):

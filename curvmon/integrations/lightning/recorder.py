@@ -1,4 +1,4 @@
-"""One measurement of a run: made within the budget, added to the history, checked for alerts, reported to the loggers."""
+"""One measurement of a run: within the budget, then history, alerts and loggers."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from curvmon.errors import LossError
-from curvmon.isolation.trainer_state import shadowed, standing_still
+from curvmon.isolation.trainer_state import frozen_trainer_state, shadowed
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -75,7 +75,7 @@ def takes_iterator(module: pl.LightningModule) -> bool:
 @contextmanager
 def isolated_step(trainer: pl.Trainer, module: nn.Module) -> Iterator[None]:
     """Inside the context a training step neither logs nor changes the Trainer, its optimizers or its schedulers."""
-    with standing_still(trainer), without_logging(trainer, module):
+    with frozen_trainer_state(trainer), without_logging(trainer, module):
         yield
 
 

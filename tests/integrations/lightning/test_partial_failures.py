@@ -95,7 +95,7 @@ def test_preparations_that_fail_are_one_warning(monkeypatch: pytest.MonkeyPatch)
     def odd(*args: Any) -> Any:
         raise AttributeError("a Trainer of another kind")
 
-    monkeypatch.setattr(training_step, "standing_still", odd)
+    monkeypatch.setattr(training_step, "frozen_trainer_state", odd)
     monitor = CurvatureMonitor()
     (said,) = trained(Regression(), monitor, loaders())
     assert "not measured: AttributeError: a Trainer of another kind. Training goes on" in said and not monitor.history
