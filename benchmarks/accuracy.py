@@ -14,8 +14,8 @@ import torch
 import curvmon
 from tests import test_papers
 from tests.helpers import cases
-from tests.pairs.test_estimator import METRICS, coverage, deviations, network_deviations, problem
-from tests.pairs.test_exact import truth_of
+from tests.helpers.cases import truth_of
+from tests.helpers.dense_blocks import METRICS, coverage, deviations, network_deviations, problem
 
 
 def all_cases() -> None:

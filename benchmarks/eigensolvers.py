@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvmon
 from benchmarks.trained import Setting
-from curvmon.operators.hessian import ParameterOperator, open_parameters
+from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 
 # the package hides its module behind a class of the same name
 pyhessian: Any = importlib.import_module("pyhessian.hessian")

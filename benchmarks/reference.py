@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from curvmon.operators.node_blocks import GraphOperator
 from curvmon.operators.session import open_session
-from curvmon.pairs.gauss_newton import examine
+from curvmon.pairs.gauss_newton import gauss_newton_part
 
 
 def reference(
@@ -52,7 +52,7 @@ def reference(
             report(f"reference: {probes} probes at {session.names[w]}")
         squares = (squares + squares.transpose(1, 2)) / 2
         # a gap needs ‖GN‖ better than 50 probes know it: exactly, from factors (tests compare them with dense truth)
-        factors = examine(operator, batch_dim=0, rtol=0.05, generator=generator).factors
+        factors = gauss_newton_part(operator, batch_dim=0, rtol=0.05, generator=generator).factors
         assert factors is not None and factors.is_exact
         for v, w in itertools.product(at, at):
             squares[1, v, w] = factors.norm_squared(v, w)

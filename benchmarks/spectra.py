@@ -25,7 +25,7 @@ from benchmarks.eigensolvers import METHODS, Answer, by_curvmon, by_eigsh
 from benchmarks.speed import machine
 from benchmarks.trained import Setting, annealed_resnets, trained_decoders, trained_resnets
 from benchmarks.warm_starts import TOLERANCE, best_combination, warm_starts
-from curvmon.operators.hessian import open_parameters
+from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.trace import trace_of_parts
 
 LADDER = [step * 10.0**-decade for decade in (1, 2, 3) for step in (1, 0.7, 0.5, 0.3, 0.2)] + [1e-4]

@@ -29,7 +29,7 @@ from benchmarks.papers_protocol import papers_protocol, seconds_of_protocol
 from benchmarks.reference import reference
 from benchmarks.resnet18 import NODES, batch
 from curvmon.operators.session import open_session
-from curvmon.pairs.gauss_newton import examine
+from curvmon.pairs.gauss_newton import gauss_newton_part
 from curvmon.records import METRICS
 from tests.helpers.resnet import resnet18
 
@@ -209,7 +209,7 @@ def _gauss_newton_passes(setting: Setting, nodes: Sequence[str]) -> float:
         setting.model, setting.batch, loss=setting.loss, nodes=nodes, output=None, batch_dim=0, dtype=None
     ) as session:
         start = time.process_time()
-        factors = examine(session.operator, batch_dim=0, rtol=0.05, generator=generator).factors
+        factors = gauss_newton_part(session.operator, batch_dim=0, rtol=0.05, generator=generator).factors
         assert factors is not None
         for v, w in _pairs(range(len(nodes))):
             factors.norm_squared(v, w)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import curvmon
 from benchmarks.trained import Setting
-from curvmon.operators.hessian import ParameterOperator, open_parameters
+from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.spectrum.initial_block import start_cotangents
 from curvmon.spectrum.lanczos import Lanczos
 from curvmon.spectrum.trace import trace_of_parts

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from curvmon import closed_form
+from curvmon import closed_form, operators
 from curvmon.alerts.change_detector import ChangeDetector, Sensitivity
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import (
@@ -48,6 +48,7 @@ __all__ = [
     "closed_form",
     "exact",
     "measure",
+    "operators",
     "spectrum",
     "stability_limit",
 ]

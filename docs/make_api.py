@@ -44,7 +44,7 @@ SECTIONS: dict[str, list[str]] = {
         "DoubleBackwardError",
     ],
 }
-"""every name in `curvmon.__all__` apart from `closed_form`, a module, and the version"""
+"""every name in `curvmon.__all__` apart from the modules `closed_form` and `operators`, and the version"""
 FURTHER = {
     "curvmon.metrics.mean_curvature.MeanCurvature": MeanCurvature,
     "curvmon.reporting.wandb_workspace": wandb_workspace,
@@ -76,6 +76,10 @@ def page() -> str:
         parts += [_entry(name, getattr(curvmon, name), made_by_user=made) for name in names]
     parts.append(f"## curvmon.closed_form\n\n{_text(curvmon.closed_form)}\n")
     parts += [_entry(name, item, made_by_user=not inspect.isclass(item)) for name, item in _own(curvmon.closed_form)]
+    parts.append(f"## curvmon.operators\n\n{_text(curvmon.operators)}\n")
+    for name in ("hessian", "gauss_newton", "between_nodes", "NodeOperators", "LinearOperator"):
+        item = getattr(curvmon.operators, name)
+        parts.append(_entry(name, item, made_by_user=not inspect.isclass(item)))
     parts.append("## Elsewhere\n")
     parts += [_entry(item.__name__, item, origin=item.__module__) for item in FURTHER.values()]
     return "\n".join(parts)

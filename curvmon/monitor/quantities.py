@@ -65,7 +65,7 @@ def measure_pairs(
                 rtol=settings.rtol,
                 max_hvps=per_batch,
                 seed=settings.seed,
-                clamp=True,
+                raise_max_hvps=True,
                 on_product=on_product,
             )
             for batch in batches

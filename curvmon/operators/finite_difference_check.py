@@ -1,8 +1,10 @@
-"""Is a second derivative what it claims to be? Where custom autograd functions are involved, only a comparison tells.
+"""Check Hessian-vector products of graphs with custom autograd functions against finite differences.
 
-A function whose backward hides part of its dependence (a tensor kept on `ctx` instead of saved, a detached one) gives
-products that are wrong and raise nothing. One product on all nodes is compared with a difference of gradients, in
-double precision: in single precision, the kinks of ReLU between the two points would drown it.
+    H z  =?  (g(e + h z) - g(e - h z)) / 2h
+
+A custom function whose backward hides part of its dependence (a tensor kept on `ctx` instead of saved, or a detached
+one) gives wrong second derivatives without an error. One HVP on all nodes is compared with a central difference of
+gradients. In double precision: in single precision, rounding needs steps that cross the kinks of ReLU.
 """
 
 from __future__ import annotations
@@ -18,24 +20,26 @@ from curvmon.numerics import norm_squared
 from curvmon.operators.session import Session
 
 STEPS = 1e-7, 1e-5
-"""relative to the activations; the better of two, one may meet a kink or rounding"""
+"""relative to the activations; the better of the two counts, because one may cross a kink or suffer from rounding"""
 TOLERANCE = 1e-3
 
 
-def recheck(reopen: Callable[..., AbstractContextManager[Session]], functions: Sequence[str]) -> list[str]:
-    """`check` in a session of its own, in double precision."""
+def check_in_double_precision(
+    open_again: Callable[..., AbstractContextManager[Session]], functions: Sequence[str]
+) -> list[str]:
+    """`check_custom_functions` in a new session, in double precision; returns a note."""
     try:
-        with reopen(dtype=torch.float64) as session:
-            return check(session)
-    except Exception as error:  # a custom function may take single precision only; the measurement itself stands
+        with open_again(dtype=torch.float64) as session:
+            return check_custom_functions(session)
+    except Exception as error:  # a custom function may accept single precision only; the measurement is still valid
         return [
             f"custom autograd functions between nodes and loss ({', '.join(functions)}): not checked in double "
             f"precision ({type(error).__name__}); the numbers are right only if their backward can be differentiated"
         ]
 
 
-def check(session: Session) -> list[str]:
-    """Compare one product with a finite difference, if the graph has custom functions. Needs double precision."""
+def check_custom_functions(session: Session) -> list[str]:
+    """Compare one HVP with a finite difference, if the graph has custom functions. Needs double precision."""
     operator = session.operator
     if not operator.custom_functions:
         return []
@@ -46,8 +50,8 @@ def check(session: Session) -> list[str]:
         size = tapped.detach().square().mean().sqrt().clamp_min(torch.finfo(tap.dtype).tiny)
         directions.append(torch.randn(tap.shape, generator=generator, dtype=torch.float64, device="cpu").to(tap) * size)
     remainder, gauss_newton = operator.joint(dict(enumerate(directions)))
-    claimed = remainder if gauss_newton is None else [t + gn for t, gn in zip(remainder, gauss_newton)]
-    off = min(_worst_distance(claimed, _difference(session, directions, step)) for step in STEPS)
+    hvp = remainder if gauss_newton is None else [t + gn for t, gn in zip(remainder, gauss_newton)]
+    off = min(_largest_error(hvp, _central_difference(session, directions, step)) for step in STEPS)
     if off <= TOLERANCE:
         return [f"custom autograd functions between nodes and loss ({names}): agree with finite differences"]
     return [
@@ -58,7 +62,7 @@ def check(session: Session) -> list[str]:
     ]
 
 
-def _difference(session: Session, directions: list[Tensor], step: float) -> list[Tensor]:
+def _central_difference(session: Session, directions: list[Tensor], step: float) -> list[Tensor]:
     """(g(e + h z) - g(e - h z)) / 2h."""
     ends = []
     for h in (step, -step):
@@ -68,11 +72,12 @@ def _difference(session: Session, directions: list[Tensor], step: float) -> list
     return [(after - before) / (2 * step) for after, before in zip(*ends)]
 
 
-def _worst_distance(claimed: list[Tensor], true: list[Tensor]) -> float:
-    """Of all nodes, relative to the node; a node with next to nothing compared with the largest."""
-    sizes = [norm_squared(y) for y in true]
+def _largest_error(hvp: list[Tensor], difference: list[Tensor]) -> float:
+    """max_v ‖x_v - y_v‖ / ‖y_v‖ over the nodes v; a y_v that is close to zero counts as 1e-4 of the largest."""
+    sizes = [norm_squared(y) for y in difference]
     floor = 1e-8 * max(sizes)
-    missing = [norm_squared(x.reshape(y.shape) - y) for x, y in zip(claimed, true)]
+    errors = [norm_squared(x.reshape(y.shape) - y) for x, y in zip(hvp, difference)]
     return max(
-        float((m / max(size, floor)) ** 0.5) if size or floor else float(m > 0) for m, size in zip(missing, sizes)
+        float((error / max(size, floor)) ** 0.5) if size or floor else float(error > 0)
+        for error, size in zip(errors, sizes)
     )

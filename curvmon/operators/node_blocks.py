@@ -1,20 +1,20 @@
-"""Products with the blocks of H and of its Gauss-Newton part, from one tapped graph and `autograd.grad` alone.
+"""Products with the blocks of H and of its Gauss-Newton part, from one tapped graph.
 
     q_w = J_w^T c,  c = dL/d out                           the gradient at node w, as a function of e and of c
-    T[:, w] z  = d/de <q_w, z>  at fixed c                  one backward pass serves all rows v ...
-    J_w z      = d/dc <q_w, z>                              ... and in the same pass
-    GN[:, w] z = J^T S J_w z                                the loss's own curvature at the output, one more pass
+    T[:, w] z  = d/de <q_w, z>  at fixed c                 one backward pass serves all rows v ...
+    J_w z      = d/dc <q_w, z>                             ... and gives J_w z as well (double backward)
+    GN[:, w] z = J^T S J_w z                               the curvature of the loss at the output, one more pass
 
-with J_v = d out / d e_v and S = d²L / d out²; H = GN + T. T comes out by itself, not as a difference: where no layer
-bends, it is exactly zero. (If part of the loss bypasses `out`, H is differentiated whole.) Nothing is stored that is
-larger than the nodes themselves.
+with J_v = d out / d e_v and S = d²L / d out²; H = GN + T. T is computed directly and not as a difference: where the
+network is piecewise linear, it is exactly zero. If part of the loss bypasses `out`, H is differentiated directly, and
+T = H - GN. Nothing is stored that is larger than the nodes themselves.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,38 +30,34 @@ LARGEST_BATCH, BATCHED_ENTRIES = 32, 2**16
 """Products are batched by vmap while a node has no more entries than this for the whole batch (docs/speed.md)."""
 Columns = list[Tensor]
 """A product for every row v."""
+Part = Literal["hessian", "gauss_newton", "remainder"]
+"""H, GN, T = H - GN"""
 
 
 class Products(NamedTuple):
-    """GN[v, w] Z and T[v, w] Z for all rows v, each d_v x k. Where the output is not known, GN is None and T is H."""
+    """GN[v, w] Z and T[v, w] Z for all rows v, each d_v x k. Where the output is unknown, GN is None and T is H."""
 
     remainder: Columns
     gauss_newton: Columns | None
     spent: int
-    """how many products with H or GN these took"""
+    """number of products with H or GN"""
 
     def hessian(self, v: int) -> Tensor:
         """H[v, w] Z in double precision."""
-        known = precise(self.remainder[v])
-        return known if self.gauss_newton is None else known + precise(self.gauss_newton[v])
+        remainder = precise(self.remainder[v])
+        return remainder if self.gauss_newton is None else remainder + precise(self.gauss_newton[v])
 
 
 class BlockOperator(Protocol):
-    """What an estimator needs to know of a network: products with column blocks of H and GN."""
+    """What the estimator needs: products with the block columns H[:, w] and GN[:, w]."""
 
     templates: Sequence[Tensor]
     """a tensor per node with d_v entries, for its dtype and device"""
-    price: int
-    """products per column"""
+    hvps_per_column: int
+    """2 if a column takes a product with H and one with GN"""
 
     def columns(self, w: int, z: Tensor) -> Products:
-        """Products with the columns of z (d_w x k). How they are batched is up to the operator."""
-
-
-def columns_of_all(operator: BlockOperator, requests: Sequence[tuple[int, Tensor]]) -> list[Products]:
-    """`columns` for several nodes; an operator that divides its work among processes has `many`, and gets them all."""
-    many: Callable[[Sequence[tuple[int, Tensor]]], list[Products]] | None = getattr(operator, "many", None)
-    return [operator.columns(w, z) for w, z in requests] if many is None else many(requests)
+        """H[:, w] Z and GN[:, w] Z for the columns of Z (d_w x k). The operator decides how they are batched."""
 
 
 class GraphOperator:
@@ -82,20 +78,19 @@ class GraphOperator:
             for output, gradient in zip(graph.outputs, self._output_gradients)
         ]
         self._pullbacks = self._pulled_back()
-        self.unexplained = self._unexplained()
-        self.has_gauss_newton = self.unexplained < NEGLECTED
+        self.bypassing = self._bypassing()
+        self.has_gauss_newton = self.bypassing < NEGLECTED
         eps = max(torch.finfo(tap.dtype).eps for tap in graph.taps)
-        self.splits = self.unexplained < 100 * eps and not bypassed(graph.loss, graph.taps, graph.output_taps)
-        """H = J^T S J + d(J^T c), exactly; otherwise part of the loss bypasses the outputs, and H is taken whole"""
-        if self.splits:
-            self._slopes = self._pullbacks
-        else:
-            self._slopes = differentiate([graph.loss], graph.taps, create_graph=True)
-        self.price = 2 if self.has_gauss_newton else 1
+        self.splits = self.bypassing < 100 * eps and not bypassed(graph.loss, graph.taps, graph.output_taps)
+        """H = J^T S J + d(J^T c) holds exactly; otherwise part of the loss bypasses the outputs"""
+        self._gradients: list[Tensor | None] | None = None
+        # T is the derivative of the pullbacks; where they do not hold the whole loss, H that of the gradients
+        self._slopes = self._pullbacks if self.splits else self._differentiable_gradients()
+        self.hvps_per_column = 2 if self.has_gauss_newton else 1
         small = max(x.numel() for x in (*graph.tapped, *graph.outputs)) <= BATCHED_ENTRIES
         self._batches = small and not has_convolutions([graph.loss])
-        known = (*self._slopes, *self._output_gradients)
-        self.custom_functions = custom_functions([graph.loss, *(g for g in known if g is not None)])
+        derivatives = (*self._slopes, *self._output_gradients)
+        self.custom_functions = custom_functions([graph.loss, *(g for g in derivatives if g is not None)])
 
     def _pulled_back(self) -> list[Tensor | None]:
         """q_v = J_v^T c, with a graph that leads to e and to c."""
@@ -105,8 +100,14 @@ class GraphOperator:
             cotangent.requires_grad_()
         return differentiate(self.graph.outputs, self.graph.taps, self.cotangents, create_graph=True)
 
-    def _unexplained(self) -> float:
-        """‖dL/de - J^T dL/d out‖ / ‖dL/de‖: the share of the loss that does not pass through the known outputs."""
+    def _differentiable_gradients(self) -> list[Tensor | None]:
+        """dL/de_v, with a graph that leads to e."""
+        if self._gradients is None:
+            self._gradients = differentiate([self.graph.loss], self.graph.taps, create_graph=True)
+        return self._gradients
+
+    def _bypassing(self) -> float:
+        """‖dL/de - J^T dL/d out‖ / ‖dL/de‖: the share of the gradient that does not pass through the outputs."""
         if all(gradient is None for gradient in self._output_gradients):
             return 1.0
         difference = whole = 0.0
@@ -117,12 +118,35 @@ class GraphOperator:
         return float((difference / whole) ** 0.5) if whole else 0.0
 
     def columns(self, w: int, z: Tensor) -> Products:
-        return self._in_batches(z, lambda vectors, batched: self.joint({w: vectors}, batched))
+        def image(vectors: Tensor, batched: bool) -> Columns:
+            remainder, gauss_newton = self.joint({w: vectors}, batched)
+            return [*remainder, *(gauss_newton or [])]
+
+        images, rows = self._in_batches(z, image), len(self.graph.taps)
+        return Products(images[:rows], images[rows:] or None, z.shape[1] * len(images) // rows)
 
     def remainders(self, w: int, z: Tensor) -> Products:
         """`columns` without GN: only where `splits`."""
         taps = self.graph.taps
-        return self._in_batches(z, lambda vectors, batched: (self._slope({w: vectors}, taps, batched), None))
+        images = self._in_batches(z, lambda vectors, batched: self._slope({w: vectors}, taps, batched))
+        return Products(images, None, z.shape[1])
+
+    def block(self, part: Part, v: int, w: int, z: Tensor) -> Tensor:
+        """A[v, w] Z (d_v x k) for A = H, GN or T; GN and T only where `has_gauss_newton`."""
+        (image,) = self._in_batches(z, lambda vectors, batched: [self._block(part, v, w, vectors, batched)])
+        return image
+
+    def _block(self, part: Part, v: int, w: int, vectors: Tensor, batched: bool) -> Tensor:
+        tap, shaped = self.graph.taps[v], self._shaped({w: vectors}, batched)
+        if part == "remainder" and self.splits:
+            return product([self._slopes[w]], [tap], shaped, batched)[0]
+        if part == "remainder":
+            hessian, gauss_newton = (self._block(p, v, w, vectors, batched) for p in ("hessian", "gauss_newton"))
+            return hessian - gauss_newton
+        if part == "hessian":
+            return product([self._differentiable_gradients()[w]], [tap], shaped, batched)[0]
+        tangents = product([self._pullbacks[w]], self.cotangents, shaped, batched)
+        return product(self.graph.outputs, [tap], self.output_curvature(tangents, batched), batched)[0]
 
     def joint(self, vectors: dict[int, Tensor], batched: bool = False) -> tuple[Columns, Columns | None]:
         """Σ_w T[:, w] z_w and Σ_w GN[:, w] z_w for vectors at several nodes at once; rows of z_w if `batched`."""
@@ -138,12 +162,12 @@ class GraphOperator:
         gauss_newton = self._pull_curved(tangents, batched)
         return [h - g for h, g in zip(hessian, gauss_newton)], gauss_newton
 
-    def curved(self, tangents: Sequence[Tensor], batched: bool = False) -> list[Tensor]:
-        """S u: the loss's own curvature at the output."""
+    def output_curvature(self, tangents: Sequence[Tensor], batched: bool = False) -> list[Tensor]:
+        """S u for S = d²L / d out², the curvature of the loss at the output."""
         return product(self._output_gradients, self.graph.output_taps, tangents, batched)
 
     def _pull_curved(self, tangents: Sequence[Tensor], batched: bool) -> Columns:
-        return product(self.graph.outputs, self.graph.taps, self.curved(tangents, batched), batched)
+        return product(self.graph.outputs, self.graph.taps, self.output_curvature(tangents, batched), batched)
 
     def _slope(self, vectors: dict[int, Tensor], variables: Sequence[Tensor], batched: bool) -> Columns:
         return product([self._slopes[w] for w in vectors], variables, self._shaped(vectors, batched), batched)
@@ -153,37 +177,23 @@ class GraphOperator:
         many = (-1,) if batched else ()
         return [z.to(taps[w].dtype).reshape(*many, *taps[w].shape) for w, z in vectors.items()]
 
-    def _in_batches(self, z: Tensor, image: Callable[[Tensor, bool], tuple[Columns, Columns | None]]) -> Products:
-        """The images of the columns of z, several at a time where that is faster."""
+    def _in_batches(self, z: Tensor, image: Callable[[Tensor, bool], Columns]) -> Columns:
+        """The images of the columns of z (d x k), several at a time where that is faster."""
         if self._batches and z.shape[1] > 1:
             try:
                 with warnings.catch_warnings():
-                    # an operation that vmap would run in a slow loop of its own
+                    # an operation without a batching rule would run in a slow loop under vmap
                     warnings.filterwarnings("error", message=".*batching rule.*")
                     parts = [image(rows, True) for rows in torch.split(z.T, LARGEST_BATCH)]
-                return _stacked([[_as_columns(x) for x in columns] for columns in zip(*parts)], z.shape[1])
+                return _side_by_side([[batch.flatten(1).T for batch in images] for images in parts])
             except (RuntimeError, Warning):
                 self._batches = False
-        images = [image(column, False) for column in z.unbind(1)]
-        return _stacked([[_one(x) for x in columns] for columns in zip(*images)], z.shape[1])
+        parts = [image(column, False) for column in z.unbind(1)]
+        return _side_by_side([[x.reshape(-1, 1) for x in images] for images in parts])
 
 
-def _as_columns(batch: Columns | None) -> Columns | None:
-    """Rows of several products as columns."""
-    return None if batch is None else [image.flatten(1).T for image in batch]
-
-
-def _one(image: Columns | None) -> Columns | None:
-    return None if image is None else [x.reshape(-1, 1) for x in image]
-
-
-def _stacked(parts: list[list[Columns | None]], columns: int) -> Products:
-    """T and GN, in pieces that are to stand side by side."""
-    remainder, gauss_newton = (_side_by_side([piece for piece in pieces if piece is not None]) for pieces in parts)
-    return Products(remainder, gauss_newton or None, columns * (2 if gauss_newton else 1))
-
-
-def _side_by_side(images: list[Columns]) -> Columns:
-    stacked = [torch.cat(rows, dim=1) for rows in zip(*images)]
+def _side_by_side(parts: list[Columns]) -> Columns:
+    """Images of some columns each, put together for every row v."""
+    stacked = [torch.cat(images, dim=1) for images in zip(*parts)]
     check_finite(stacked)
     return stacked

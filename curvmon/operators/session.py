@@ -1,4 +1,4 @@
-"""From what the user passes to a tapped graph: find the nodes, run the loss, and leave no trace."""
+"""Open a measurement: find the nodes, run the loss with taps on them, and restore everything afterwards."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from curvmon.operators.node_blocks import GraphOperator
 
 Loss = Callable[[Any, Any], Tensor]
 NOISE_SEED = 0
-"""for a model that draws noise of its own: the same in every forward pass and every measurement"""
+"""Seed for a model that draws random numbers itself: the same in every forward pass and every measurement."""
 
 
 class NoCallError(LossError, NodeError):
-    """No module of the model ran: there is nothing to tap. Its parameters may still have a say in the loss."""
+    """No module of the model ran, so there is nothing to tap. The loss may still depend on its parameters."""
 
 
 class Session(NamedTuple):
-    """An open measurement: products of a tapped graph, and what was done to make it possible."""
+    """An open measurement: the products of a tapped graph, and notes for the user."""
 
     operator: GraphOperator
     names: tuple[str, ...]
     loss: float
     notes: list[str]
     shifted: Callable[[Mapping[str, Tensor]], TappedGraph]
-    """the same graph with other values of the taps than zero"""
+    """the same graph at values of the taps other than zero, by node label"""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def open_session(
     dtype: torch.dtype | None,
     efficient: bool = True,
 ) -> Iterator[Session]:
-    """Tap `model` under `loss` for the life of the context; the model is as before when it ends, however it ends."""
+    """Tap `model` under `loss`. When the context ends, with or without an error, the model is exactly as before."""
     wanted = check_arguments(model, loss, nodes, output, batch_dim)
     samples = batch_size(batch, batch_dim)
     with isolated(model, loss, seed=NOISE_SEED, dtype=dtype) as isolation:
@@ -73,7 +73,7 @@ def open_session(
             return graph
 
         if wanted is None:
-            operator, notes = _automatic(model, calls, tap, samples, batch_dim)
+            operator, notes = _choose_nodes(model, calls, tap, samples, batch_dim)
         else:
             operator, notes = GraphOperator(tap(resolve(model, calls, wanted))), []
         graph = operator.graph
@@ -90,7 +90,7 @@ def open_session(
 
 
 def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) -> list[Call]:
-    """The calls of one forward pass; with trainable copies if the loss itself differentiates by the parameters."""
+    """The calls of one forward pass; on trainable copies if the loss itself differentiates w.r.t. the parameters."""
     try:
         return record_calls(model, run)
     except RuntimeError as error:
@@ -100,11 +100,11 @@ def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) ->
         return record_calls(model, run)
 
 
-def _automatic(
+def _choose_nodes(
     model: nn.Module, calls: list[Call], tap: Callable[[list[Call]], TappedGraph], samples: int | None, batch_dim: int
 ) -> tuple[GraphOperator, list[str]]:
-    """Choose nodes, leaving out those that the loss does not depend on and, if two others remain, the output itself."""
-    left_out: set[tuple[int, int]] = set()
+    """Choose nodes, except those that the loss does not depend on and, if two others remain, the output itself."""
+    skipped: set[tuple[int, int]] = set()
     unrelated: LossError | None = None
 
     def has_rows(call: Call) -> bool:
@@ -114,7 +114,7 @@ def _automatic(
         return rows is None or shape[batch_dim] == rows
 
     def usable(call: Call) -> bool:
-        return has_rows(call) and call.key not in left_out
+        return has_rows(call) and call.key not in skipped
 
     rows = samples
     if not choose(model, calls, usable):
@@ -123,15 +123,15 @@ def _automatic(
         graph = tap(chosen)
         try:
             operator = GraphOperator(graph)
-        except LossError as error:  # another part of the model may still have a say
+        except LossError as error:  # the loss may depend on another part of the model
             unrelated = error
-            left_out.update(call.key for call in chosen)
+            skipped.update(call.key for call in chosen)
             continue
         dead = {call.key for call, gradient in zip(chosen, operator.gradients) if gradient is None}
         outputs = {call.key for i, call in enumerate(chosen) if _is_output(graph, i)}
         if not dead and (not outputs or len(chosen) - len(outputs) < 2):
             return operator, _shape_notes(calls, chosen, has_rows, rows, batch_dim)
-        left_out.update(dead or outputs)
+        skipped.update(dead or outputs)
         del graph, operator  # they hold all activations
     raise unrelated or NodeError(
         "no module with parameters returned a floating tensor with the batch's samples along "
@@ -140,10 +140,11 @@ def _automatic(
 
 
 def _rows_of_several(calls: list[Call], samples: int | None, batch_dim: int) -> int | None:
-    """The multiple of the samples that most layers see, where none sees the samples alone; None if there is none.
+    """The multiple of the number of samples that most layers have along `batch_dim`; None if there is none.
 
-    Contrastive learning passes all views of the samples side by side, others their patches or tokens. Where another
-    dimension counts the samples in all these layers, this one counts something else: time, in a sequence-first model.
+    For models in which no layer sees the samples alone: contrastive learning concatenates all views of the samples,
+    others their patches or tokens. Where another dimension counts the samples in all these layers, this one counts
+    something else: time, in a sequence-first model.
     """
     if samples is None or samples < 2:
         return None
@@ -152,15 +153,15 @@ def _rows_of_several(calls: list[Call], samples: int | None, batch_dim: int) -> 
     several = [shape for shape in shapes if shape[batch_dim] > samples and shape[batch_dim] % samples == 0]
     if not several:
         return None
-    found = Counter(shape[batch_dim] for shape in several)
-    rows = max(found, key=lambda size: (found[size], -size))
-    seen = [shape for shape in several if shape[batch_dim] == rows]
-    elsewhere = [{d for d, size in enumerate(shape) if size == samples} for shape in seen]
+    votes = Counter(shape[batch_dim] for shape in several)
+    rows = max(votes, key=lambda size: (votes[size], -size))
+    elected = [shape for shape in several if shape[batch_dim] == rows]
+    elsewhere = [{d for d, size in enumerate(shape) if size == samples} for shape in elected]
     return None if set.intersection(*elsewhere) else rows
 
 
 def _is_output(graph: TappedGraph, i: int) -> bool:
-    """The node's output enters the loss, directly or through a view: no layer is between it and the loss."""
+    """Whether the node's output enters the loss, directly or through a view, with no layer between them."""
     tapped = graph.tapped[i]
     return any(out is tapped or is_view_of(out, tapped) for out in graph.outputs)
 
@@ -172,7 +173,7 @@ def _shape_notes(
     rows: int | None,
     batch_dim: int,
 ) -> list[str]:
-    """Modules with parameters that were passed over because of their shape: maybe `batch_dim` is wrong."""
+    """Modules with parameters that were skipped because of their shape: `batch_dim` may be wrong."""
     odd = [
         call
         for call in calls
@@ -184,35 +185,35 @@ def _shape_notes(
     ]
     if not odd:
         return []
-    some = ", ".join(f"{call.name} {tuple(call.shape or ())}" for call in odd[:2])
+    examples = ", ".join(f"{call.name} {tuple(call.shape or ())}" for call in odd[:2])
     return [
-        f"{len(odd)} modules do not have the batch's {rows} samples along batch_dim={batch_dim} and were left out "
-        f"({some}{', …' if len(odd) > 2 else ''}); pass another batch_dim, or nodes=[...]"
+        f"{len(odd)} modules do not have the batch's {rows} samples along batch_dim={batch_dim} and were skipped "
+        f"({examples}{', …' if len(odd) > 2 else ''}); pass another batch_dim, or nodes=[...]"
     ]
 
 
 def _output_notes(operator: GraphOperator, output: str | None) -> list[str]:
-    """Is the Gauss-Newton part that of the whole loss?"""
+    """Whether the Gauss-Newton part is that of the whole loss."""
     advice = (
         'pass output="name of the module that returns the predictions", '
         'or output="" for the model itself, if its first tensor is all that the loss depends on'
     )
     if output is not None:
-        advice = "write the other terms with torch loss functions and leave output out"
-    if operator.unexplained == 1.0 and output is not None:
+        advice = "write the other terms with torch loss functions and do not pass output"
+    if operator.bypassing == 1.0 and output is not None:
         return [f"gn_gap is NaN: the loss does not depend on the output of {output!r}"]
     if not operator.graph.outputs:
         return [
             "gn_gap is NaN: no torch loss function (F.cross_entropy, F.mse_loss, …) was seen between nodes and loss, "
-            f"so the output of the network is not known; {advice}"
+            f"so the output of the network is unknown; {advice}"
         ]
-    share = f"{100 * operator.unexplained:.2g} % of the gradient does not pass through the output"
+    share = f"{100 * operator.bypassing:.2g} % of the gradient does not pass through the output"
     where = f"{output!r}" if output is not None else f"the inputs of {', '.join(dict.fromkeys(operator.graph.losses))}"
     if not operator.has_gauss_newton:
         return [f"gn_gap is NaN: {share} ({where}): the loss has another term written by hand; {advice}"]
     notes = []
-    if operator.unexplained > 1e-3:
-        notes.append(f"gn_gap is approximate: {share} ({where}); its curvature is counted as gap; {advice}")
+    if operator.bypassing > 1e-3:
+        notes.append(f"gn_gap is approximate: {share} ({where}); its curvature counts as gap; {advice}")
     if operator.graph.unlinked:
         names = ", ".join(dict.fromkeys(operator.graph.unlinked))
         notes.append(

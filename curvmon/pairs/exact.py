@@ -1,4 +1,4 @@
-"""Dense truth for small networks."""
+"""`curvmon.exact`: all blocks as dense matrices in float64, for small networks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError
 from curvmon.numerics import norm_squared
-from curvmon.operators.finite_difference_check import check
+from curvmon.operators.finite_difference_check import check_custom_functions
 from curvmon.operators.session import Loss, open_session
 from curvmon.pairs.pair_metrics import Matrices, Norms, pair_metrics
 from curvmon.records import METRICS, ExactMeasurement
 
 MOST_BYTES = 2 * 2**30
-"""Blocks larger than this in all are refused: they are what `measure` avoids."""
+"""Largest total size of all blocks."""
 
 
 def exact(
@@ -33,7 +33,10 @@ def exact(
     """All blocks H[v, w] and GN[v, w], dense and in float64, and the metrics they give.
 
     Cost: one product with H and one with GN per entry of every node, and 24 (Σ d_v)² bytes. The model is computed in
-    float64 for the time of the call and is exactly as before afterwards. Arguments as in `measure`.
+    float64 and is exactly as before afterwards. Arguments as in `measure`.
+
+    Raises:
+        InputError: the blocks take more than 2 GiB.
 
     Example:
         >>> import torch, curvmon
@@ -48,7 +51,7 @@ def exact(
         model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=torch.float64
     ) as session:
         operator, names = session.operator, session.names
-        checked = check(session)
+        checked = check_custom_functions(session)
         sizes = [template.numel() for template in operator.templates]
         needed = 8 * sum(sizes) ** 2 * (1 + operator.has_gauss_newton)
         if needed > MOST_BYTES:

@@ -1,8 +1,10 @@
-"""What can be known before any probing: GN from factors, and where T = 0.
+"""What needs no probes: GN from factors, and the nodes at which T = 0.
 
-One product with a random vector on all nodes at once serves twice. Its GN part must be what the factors say; if it is
-not, samples interact, and the factors are dropped. Its T part is zero, up to rounding, at a node whose row of T is
-zero: there H = GN, and a piecewise-linear network is known completely.
+    GN[v, w] = F_v D F_w^T          T[v, :] = 0 at a node v behind which the network is (piecewise) linear
+
+One HVP with a random vector at all nodes checks both. Its GN part must agree with the factors; if it does not, samples
+interact, and the factors are dropped. Its T part is zero, up to rounding, at the nodes with T[v, :] = 0 (almost
+surely: the vector is random). There H = GN, so that a piecewise-linear network needs no probes at all.
 """
 
 from __future__ import annotations
@@ -20,47 +22,56 @@ from curvmon.operators.node_blocks import BlockOperator, Columns, GraphOperator
 from curvmon.pairs.gauss_newton_factors import Cotangents, FactoredOperator, Factors, build
 
 MOST_COLUMNS = 24
-"""outputs per sample up to which factors are exact: one backward pass each"""
+"""Largest number of outputs per sample for exact factors: one backward pass each."""
 FIRST_SKETCHES, MOST_SKETCHES = 4, 64
 MOST_UNITS = 2048
-"""columns times samples: Gram matrices are units x units"""
+"""Largest number of columns times samples: the size of the Gram matrices."""
 AGREEMENT = 1e-3
-"""of factors and a true product, relative; rounding is 1e-5, interacting samples are off by one"""
+"""Relative tolerance for factors against an HVP; rounding is about 1e-5, interacting samples give errors of order 1."""
 
 
-class Knowledge(NamedTuple):
-    """`factors` is None where GN has none; `flat` are the nodes with a row of T that is zero."""
+class GaussNewtonPart(NamedTuple):
+    """The factors of GN, and where H = GN."""
 
     factors: Factors | None
-    flat: frozenset[int]
-    spent: int
+    """None where GN has none that can be trusted"""
+    linear_nodes: frozenset[int]
+    """nodes v with T[v, :] = 0"""
+    hvps: int
     notes: list[str]
 
     @property
     def is_exact(self) -> bool:
+        """The factors are no sketch."""
         return self.factors is not None and self.factors.is_exact
 
+    def gives_hessian(self, v: int, w: int) -> bool:
+        """H[v, w] = GN[v, w], and GN has exact factors."""
+        return self.is_exact and bool({v, w} & self.linear_nodes)
 
-NOTHING = Knowledge(None, frozenset(), 0, [])
+
+NO_FACTORS = GaussNewtonPart(None, frozenset(), 0, [])
 
 
-def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: torch.Generator) -> Knowledge:
-    """Factors and certificate of a network, as far as it has them."""
+def gauss_newton_part(
+    operator: GraphOperator, *, batch_dim: int, rtol: float, generator: torch.Generator
+) -> GaussNewtonPart:
+    """Factors of GN and the nodes with T[v, :] = 0, for 2 products: one with H and one with GN."""
     graph = operator.graph
     counts = {tapped.shape[batch_dim] for tapped in graph.tapped}
     layout = Layout(graph.outputs, counts.pop(), batch_dim)
     if not operator.splits or counts or not layout.fits:
-        return NOTHING
+        return NO_FACTORS
     probes = [gaussian(template, 1, generator) for template in operator.templates]
     few = layout.width <= MOST_COLUMNS and layout.width * layout.samples <= MOST_UNITS
     source = _exact(operator, layout) if few else _sketched(operator, layout, generator)
     if source is None:
         what = "the loss has no factor that its precision resolves, or samples interact in it"
-        return Knowledge(None, frozenset(), 0, [f"Gauss-Newton by products: {what}"])
+        return NO_FACTORS._replace(notes=[f"no Gauss-Newton factors, HVPs instead: {what}"])
     factors, coefficients = build(graph, source, batch_dim, probes)
     if not _samples_are_independent(operator, layout, source, factors):
-        return Knowledge(None, frozenset(), 0, ["Gauss-Newton by products: samples interact"])
-    # every node with the same weight, whatever its scale
+        return NO_FACTORS._replace(notes=["no Gauss-Newton factors, HVPs instead: samples interact"])
+    # equal weights for all nodes, whatever their scale
     scales = [1 / (torch.linalg.vector_norm(c).item() or 1.0) for c in coefficients]
     remainder, gauss_newton = operator.joint({v: scale * z for v, (z, scale) in enumerate(zip(probes, scales))})
     assert gauss_newton is not None
@@ -68,14 +79,16 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
         total = torch.stack([scale * c for scale, c in zip(scales, coefficients)]).sum(0)
         for z, image, c in zip(probes, gauss_newton, coefficients):
             true = (precise(z.reshape(-1)) @ precise(image.reshape(-1))).item()
-            if abs(factors.form(c, total) - true) > AGREEMENT * torch.linalg.vector_norm(c).item():
-                what = "its factors do not agree with a true product (samples interact, or rounding)"
-                return Knowledge(None, frozenset(), 2, [f"Gauss-Newton by products: {what}"])
+            if abs(factors.bilinear_form(c, total) - true) > AGREEMENT * torch.linalg.vector_norm(c).item():
+                what = "its factors do not agree with an HVP (samples interact, or rounding)"
+                return NO_FACTORS._replace(hvps=2, notes=[f"no Gauss-Newton factors, HVPs instead: {what}"])
     if factors.cancels():
-        return Knowledge(None, frozenset(), 2, ["Gauss-Newton by products: parts of an indefinite loss cancel"])
-    flat = _flat(remainder, gauss_newton)
-    if not factors.is_exact and len(flat) == len(graph.nodes):
-        # H = GN everywhere: its error is the error of everything
+        return NO_FACTORS._replace(
+            hvps=2, notes=["no Gauss-Newton factors, HVPs instead: parts of an indefinite loss cancel"]
+        )
+    linear_nodes = _linear_nodes(remainder, gauss_newton)
+    if not factors.is_exact and len(linear_nodes) == len(graph.nodes):
+        # H = GN everywhere: the error of the sketch is that of all metrics
         wanted = min(
             MOST_SKETCHES,
             MOST_UNITS // layout.samples,
@@ -84,11 +97,11 @@ def examine(operator: GraphOperator, *, batch_dim: int, rtol: float, generator: 
         if wanted > source.columns:
             source = source._replace(columns=wanted)
             factors, _ = build(graph, source, batch_dim, probes)
-    return Knowledge(factors, flat, 2, [source.note])
+    return GaussNewtonPart(factors, linear_nodes, 2, [source.note])
 
 
 def _exact(operator: GraphOperator, layout: Layout) -> Cotangents | None:
-    factor = dense_factor(layout, operator.curved, operator.graph.outputs[0].detach())
+    factor = dense_factor(layout, operator.output_curvature, operator.graph.outputs[0].detach())
     if factor is None:
         return None
     columns = len(factor.columns)
@@ -99,52 +112,52 @@ def _exact(operator: GraphOperator, layout: Layout) -> Cotangents | None:
 def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generator) -> Cotangents | None:
     if layout.samples * FIRST_SKETCHES > MOST_UNITS:
         return None
-    found = sketch(layout, operator.graph.outputs, operator.curved)
-    if found is None:
+    random_factor = sketch(layout, operator.graph.outputs, operator.output_curvature)
+    if random_factor is None:
         return None
-    note = f"Gauss-Newton from {{columns}} random backward passes ({found.form})"
+    note = f"Gauss-Newton from {{columns}} random backward passes ({random_factor.form})"
     seed = int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
     def draw(k: int) -> list[Tensor]:
-        return found.draw(torch.Generator("cpu").manual_seed(seed + k))
+        return random_factor.draw(torch.Generator("cpu").manual_seed(seed + k))
 
     return Cotangents(FIRST_SKETCHES, None, note, draw)
 
 
 def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Cotangents, factors: Factors) -> bool:
-    """J^T (ω c) = ω J^T c for weights ω of the samples. Powers of two: without interaction the same to the last bit."""
+    """Whether J^T (ω c) = ω J^T c for weights ω of the samples.
+
+    The weights are powers of two: without interaction, the two sides are equal to the last bit.
+    """
     graph = operator.graph
     generator = torch.Generator("cpu").manual_seed(0)
     powers = torch.randperm(layout.samples, generator=generator, device="cpu") % 9 - 4
     weights = 2.0**powers
 
     def pulled_back(rows: Tensor) -> list[Tensor]:
-        found = product(graph.outputs, graph.sample_taps, layout.tensors(rows))
-        return [x.movedim(layout.batch_dim, 0).flatten(1) for x in found]
+        gradients = product(graph.outputs, graph.sample_taps, layout.tensors(rows))
+        return [x.movedim(layout.batch_dim, 0).flatten(1) for x in gradients]
 
     column = layout.rows(source.scaled(0))
     kept = factors.rows
     plain = pulled_back(column) if kept is None else [rows.column(0, layout.samples) for rows in kept]
-    for expected, found in zip(plain, pulled_back(column * weights.to(column).unsqueeze(1))):
-        leaked = torch.addcmul(found, expected, weights.to(expected).unsqueeze(1), value=-1)
-        size, whole = (torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item() for x in (leaked, found))
-        if size > 10 * torch.finfo(found.dtype).eps * whole:
+    for unweighted, weighted in zip(plain, pulled_back(column * weights.to(column).unsqueeze(1))):
+        difference = torch.addcmul(weighted, unweighted, weights.to(unweighted).unsqueeze(1), value=-1)
+        size, whole = (torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item() for x in (difference, weighted))
+        if size > 10 * torch.finfo(weighted.dtype).eps * whole:
             return False
     return True
 
 
-def _flat(remainder: Columns, gauss_newton: Columns) -> frozenset[int]:
+def _linear_nodes(remainder: Columns, gauss_newton: Columns) -> frozenset[int]:
+    """Nodes at which the T part of an HVP is zero up to rounding."""
     eps = max(torch.finfo(x.dtype).eps for x in remainder)
     sizes = [(norm_squared(t), norm_squared(gn)) for t, gn in zip(remainder, gauss_newton)]
     return frozenset(v for v, (t, gn) in enumerate(sizes) if t <= (10 * eps) ** 2 * gn)
 
 
-def with_factors(operator: GraphOperator, known: Knowledge) -> BlockOperator:
-    """The cheapest way to the products."""
-    if known.factors is not None and known.is_exact and known.factors.rows is not None:
-        return FactoredOperator(
-            operator.templates,
-            lambda requests: [operator.remainders(w, z) for w, z in requests],
-            known.factors,
-        )
+def with_factors(operator: GraphOperator, part: GaussNewtonPart) -> BlockOperator:
+    """The cheapest operator for the blocks: GN from exact factors if there are any."""
+    if part.factors is not None and part.is_exact and part.factors.rows is not None:
+        return FactoredOperator(operator, part.factors)
     return operator

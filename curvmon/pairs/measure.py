@@ -1,4 +1,4 @@
-"""The recipe of a stochastic measurement."""
+"""`curvmon.measure`: the four metrics of all pairs of layers, stochastically."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from curvmon.graph.arguments import check_budget
 from curvmon.graph.autograd import operations
-from curvmon.operators.finite_difference_check import recheck
+from curvmon.operators.finite_difference_check import check_in_double_precision
 from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
 from curvmon.pairs.estimator import PairEstimator
-from curvmon.pairs.gauss_newton import examine, with_factors
+from curvmon.pairs.gauss_newton import gauss_newton_part, with_factors
 from curvmon.records import REST, Measurement
 
 
@@ -35,12 +35,12 @@ def measure(
     """Resonance, coupling, stable rank and GN-Gap of all pairs of layers, each with a standard error.
 
     R(v, w) = ‖H[v, w]‖_F with H[v, w] = d²L / de_v de_w, e_v an additive perturbation of the output of layer v that
-    all samples share; see `Measurement` for the other three. Works on any model: nothing has to be cut up.
+    all samples share; see `Measurement` for the other three. Works on any model without changes to its code.
 
-    Cost: a piecewise-linear network takes as many backward passes as it has outputs per sample, two products, and is
-    exact; others 10 to 17 Hessian-vector products per node more (docs/speed.md). Memory is two to three times that
-    of a training step; no d_v x d_w matrix is ever stored. The model, its gradients and all random states are exactly
-    as before afterwards. It is measured in eval mode, without autocast.
+    Cost: for a piecewise-linear network, as many backward passes as it has outputs per sample and two Hessian-vector
+    products (HVPs), and the result is exact; for others 10 to 17 HVPs per node more (docs/speed.md). Memory is two to
+    three times that of a training step; no d_v x d_w matrix is ever stored. Afterwards the model, its gradients and all
+    random states are exactly as before. It is measured in eval mode, without autocast.
 
     Args:
         model: any module.
@@ -49,11 +49,11 @@ def measure(
         nodes: submodule names or glob patterns ("layer*" stays within one level, "**" crosses levels); None chooses
             five to eight blocks. The result is in execution order.
         output: name of the module whose output is the prediction, "" for the model itself. None: what enters a torch
-            loss function. Needed for gn_gap alone.
+            loss function. Only gn_gap needs it.
         batch_dim: the dimension that counts samples in the nodes' outputs.
         rtol: stop when the standard errors of R, C and the gap are below this share of their values; for a gap below
             rtol, below rtol². Where that of D is not below twice as much, a note says so.
-        max_hvps: stop before this many products with H or its Gauss-Newton part. The backward passes that give the
+        max_hvps: stop before this many HVPs, products with the Gauss-Newton part included. The backward passes for the
             Gauss-Newton factors are not counted; `notes` has their number.
         seed: of the probes; the same seed gives the same numbers. The model's own noise is always the same.
 
@@ -92,38 +92,40 @@ def run_measurement(
     rtol: float,
     max_hvps: int | None,
     seed: int,
-    clamp: bool = False,
+    raise_max_hvps: bool = False,
     on_product: Callable[[int], None] | None = None,
 ) -> Measurement:
-    """`measure` for a monitor: with `clamp`, too small a `max_hvps` is raised to the least that gives an answer.
+    """`measure` for a monitor: `raise_max_hvps` raises too small a `max_hvps` to the smallest possible one.
 
     `on_product` is called with the number of HVPs that were just computed.
     """
     start = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
-    reopen = functools.partial(open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim)
-    with reopen(dtype=None) as session:
-        # another stream than the model's own noise, which is seeded as well
+    open_again = functools.partial(
+        open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim
+    )
+    with open_again(dtype=None) as session:
+        # a different stream from that of the model's own random numbers, which are seeded as well
         generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
         graph = session.operator.graph
         counted = operations([*graph.tapped, graph.loss])
         del graph
-        known = examine(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
-        operator = with_factors(session.operator, known)
+        part = gauss_newton_part(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
+        operator = with_factors(session.operator, part)
         estimate = PairEstimator(
-            operator if on_product is None else _Reporting(operator, on_product),
+            operator if on_product is None else _CountedOperator(operator, on_product),
             session.names,
             rtol=rtol,
             max_hvps=max_hvps,
             generator=generator,
-            known=known,
-            clamp=clamp,
+            part=part,
+            raise_max_hvps=raise_max_hvps,
         ).run()
     names, value, functions = session.names, session.loss, session.operator.custom_functions
-    notes = [*session.notes, *known.notes]
-    del session, known, operator  # they hold the graph and the factors; another graph may follow
+    notes = [*session.notes, *part.notes]
+    del session, part, operator  # they hold the graph and the factors; another graph may follow
     if functions:
-        notes += recheck(reopen, functions)
+        notes += check_in_double_precision(open_again, functions)
     matrices = estimate.matrices
     return Measurement(
         nodes=names,
@@ -137,14 +139,14 @@ def run_measurement(
     )
 
 
-class _Reporting:
-    """A `BlockOperator` that reports how many HVPs each call took."""
+class _CountedOperator:
+    """Calls `on_product` with the number of HVPs after every product."""
 
     def __init__(self, operator: BlockOperator, on_product: Callable[[int], None]) -> None:
         self._operator = operator
         self._on_product = on_product
         self.templates = operator.templates
-        self.price = operator.price
+        self.hvps_per_column = operator.hvps_per_column
 
     def columns(self, w: int, z: Tensor) -> Products:
         products = self._operator.columns(w, z)

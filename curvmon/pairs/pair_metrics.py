@@ -1,8 +1,8 @@
-"""The four metrics of a pair from its norms, and when they are not defined.
+"""The four metrics of a pair from its norms, and the cases in which they are undefined.
 
     R = ‖H[v,w]‖_F    C = R(v,w) / sqrt(R(v,v) R(w,w))    D = ‖H‖_F² / ‖H‖_2²    gap = ‖T‖_F / ‖GN‖_F
 
-Nothing is clamped. All thresholds are relative: a loss multiplied by 1e-9 changes R and nothing else.
+Nothing is clamped. All thresholds are relative: multiplying the loss by 1e-9 changes R only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from curvmon.records import METRICS, Metric
 
 _ROUNDING = 10
-"""A norm below this many units in the last place of its scale is rounding."""
+"""A norm below this many times eps, relative to its scale, is rounding."""
 
 
 class Norms(NamedTuple):
-    """Squared Frobenius norms of H, GN and T = H - GN, and the spectral norm of H; NaN where not known."""
+    """Squared Frobenius norms of H, GN and T = H - GN, and the spectral norm of H; NaN where unknown."""
 
     hessian: float
     gauss_newton: float
@@ -34,11 +34,11 @@ class PairMetrics(NamedTuple):
     stable_rank: float
     gn_gap: float
     reason: str | None
-    """why an entry is NaN or infinite, as a sentence without its subject"""
+    """why an entry is NaN or infinite: a sentence without the subject"""
 
 
 def pair_metrics(pair: Norms, row: float, col: float, eps: float, *, diagonal: bool) -> PairMetrics:
-    """The metrics of H[v, w]; `row` and `col` are ‖H[v, v]‖_F² and ‖H[w, w]‖_F², `eps` that of the arithmetic."""
+    """The metrics of H[v, w]; `row` and `col` are ‖H[v, v]‖_F² and ‖H[w, w]‖_F², `eps` is the machine epsilon."""
     nan, tiny = math.nan, (_ROUNDING * eps) ** 2
     resonance = math.sqrt(pair.hessian)
     if pair.hessian == 0:
@@ -63,7 +63,7 @@ def pair_metrics(pair: Norms, row: float, col: float, eps: float, *, diagonal: b
 
 
 class Matrices:
-    """(n, n) float64 tensors that are filled pair by pair, symmetric."""
+    """Symmetric (n, n) float64 matrices, filled pair by pair."""
 
     def __init__(self, nodes: tuple[str, ...]) -> None:
         self.nodes = nodes

@@ -1,11 +1,11 @@
-"""Random probes for what the shared basis does not hold, and the standard errors that come with them.
+"""Random probes for the part of a block outside the shared bases, and their standard errors.
 
     ‖P_v A P_w‖_F² = d E‖P_v A u‖²,   u a random unit vector in the range of P_w, which has d dimensions
 
-The probes at a node are orthogonal to each other: sampling without replacement, exact after d of them. One probe at w
-is a sample for the pairs of w with all nodes, and by symmetry a probe at v is one for the same pair. Functions of
-several norms (a ratio, a root) get their error by the delta method: every probe contributes the linearised change it
-makes to the function, so that the correlation between the blocks that one probe touches is accounted for.
+(Hutchinson 1989). The probes at a node are orthogonal to each other: sampling without replacement, exact after d of
+them. A probe at w is a sample for the pairs of w with all nodes; by symmetry, a probe at v is one for the pair (v, w)
+as well. Functions of several norms (a ratio, a root) get their error by the delta method: every probe contributes the
+linearised change of the function, which accounts for the correlation between blocks that share probes.
 """
 
 from __future__ import annotations
@@ -13,34 +13,32 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from curvmon.numerics import gaussian, precise, small_sample_factor
-from curvmon.operators.node_blocks import BlockOperator, Products, columns_of_all
+from curvmon.operators.node_blocks import BlockOperator, Part, Products
 from curvmon.pairs.shared_basis import SharedBasis
 
-Part = Literal["hessian", "gauss_newton", "remainder"]
 PARTS: tuple[Part, ...] = ("hessian", "gauss_newton", "remainder")
 Term = tuple[float, Part, int, int]
 """(slope, part, v, w): slope times ‖P_v A P_w‖_F² for A = part"""
 
 KEPT_IMAGES = 16
-"""Of this many probes at a node, and the batch that reaches it, the images are kept."""
+"""The images of this many probes at a node are kept, rounded up to a whole batch."""
 
 
 class RestSamples:
     """Inner products <A z_i, A z_j> of the images of probes z_i = sqrt(d) u_i at w, for every row v and A = H, GN, T.
 
-    Their diagonal are the samples ‖A z_i‖², with A short for P_v A P_w. The others tell how much these vary: with
+    A is short for P_v A P_w. The diagonal holds the samples ‖A z_i‖², the other entries give their variance: with
     G = A^T A and orthonormal u_i, uniformly distributed,
 
         Var (1/m) Σ_i ‖A z_i‖² = (2/m) (1 - m/d) E (z_i^T G z_j)²,   i != j
 
-    m probes have m (m-1) / 2 such products, which know the variance where a sample variance of m values does not.
-    The basis must not change once there are samples.
+    m probes have m (m-1) / 2 such products, a better estimate than the sample variance of m values. The basis must not
+    change once there are samples.
     """
 
     def __init__(self, operator: BlockOperator, basis: SharedBasis, rows: Sequence[int]) -> None:
@@ -56,24 +54,25 @@ class RestSamples:
         return self._probes[w].shape[1]
 
     def directions(self) -> dict[int, tuple[Tensor, list[Products]]]:
-        """The probes as unit vectors, with their images: what they know of the leading directions counts as well."""
+        """The probes as unit vectors, with their images: they improve the spectral norms as well."""
         return {w: (self._probes[w][:, : _width(images)], images) for w, images in self._images.items()}
 
-    def room(self, w: int) -> int:
-        """How many more probes there can be at w before they span all that the basis does not."""
+    def remaining(self, w: int) -> int:
+        """Number of probes at w until they span the whole complement of the basis."""
         return self._dimension(w) - self.count(w)
 
     def _dimension(self, w: int) -> int:
         return self._basis.dimension(w) - self._basis.size(w)
 
     def add(self, counts: Mapping[int, int], generator: torch.Generator) -> int:
-        """So many more probes at every node, at most `room`; returns the products spent."""
-        fresh = [(w, self._fresh_directions(w, min(count, self.room(w)), generator)) for w, count in counts.items()]
-        requests = [(w, directions) for w, directions in fresh if directions.shape[1]]
+        """Add `counts[w]` probes at every node w, at most `remaining`; returns the number of HVPs."""
         spent = 0
-        for (w, directions), images in zip(requests, columns_of_all(self._operator, requests)):
-            self._keep(w, directions, images)
-            spent += images.spent
+        for w, count in counts.items():
+            directions = self._new_directions(w, min(count, self.remaining(w)), generator)
+            if directions.shape[1]:
+                images = self._operator.columns(w, directions)
+                self._keep(w, directions, images)
+                spent += images.spent
         return spent
 
     def _keep(self, w: int, directions: Tensor, images: Products) -> None:
@@ -86,16 +85,16 @@ class RestSamples:
                 self._put(w, v, "remainder", precise(images.remainder[v]))
         self._probes[w] = torch.cat([self._probes[w], directions], dim=1)
 
-    def _fresh_directions(self, w: int, count: int, generator: torch.Generator) -> Tensor:
-        """Orthonormal, uniformly distributed in what neither the basis nor earlier probes span."""
-        fresh = precise(gaussian(self._operator.templates[w], count, generator))
+    def _new_directions(self, w: int, count: int, generator: torch.Generator) -> Tensor:
+        """Orthonormal, uniformly distributed in the complement of the basis and of earlier probes."""
+        directions = precise(gaussian(self._operator.templates[w], count, generator))
         for _ in range(2):  # cancellation in the first projection leaves components behind
-            fresh = self._basis.outside(w, fresh)
-            fresh = torch.linalg.qr(fresh - self._probes[w] @ (self._probes[w].T @ fresh)).Q
-        return fresh
+            directions = self._basis.outside(w, directions)
+            directions = torch.linalg.qr(directions - self._probes[w] @ (self._probes[w].T @ directions)).Q
+        return directions
 
     def _put(self, w: int, v: int, part: Part, image: Tensor) -> None:
-        """z = sqrt(d) u: the images are those of unit vectors u."""
+        """Adds the inner products of the images of z = sqrt(d) u, from those of the unit vectors u."""
         outside = self._basis.outside(v, image)
         self._products[w][part, v].append((outside.T @ outside * self._dimension(w)).cpu())
 
@@ -109,9 +108,9 @@ class RestSamples:
         return total / count if count else math.nan
 
     def _sides(self, v: int, w: int) -> list[tuple[int, int]]:
-        """(row, node of the probes): both ends of a pair, or the one at which probes span everything."""
+        """(row, node of the probes): both nodes of a pair, or the one at which the probes span the complement."""
         sides = [(v, w), (w, v)] if v != w else [(v, w)]
-        return [(row, at) for row, at in sides if self.room(at) == 0][:1] or sides
+        return [(row, at) for row, at in sides if self.remaining(at) == 0][:1] or sides
 
     def spectral_norms(self, v: int, w: int) -> tuple[float, float]:
         """Estimated range of σ_max, the spectral norm of P_v H[v, w] P_w: Σσ⁴ / Σσ² <= σ_max² <= sqrt(Σσ⁴), from
@@ -132,9 +131,9 @@ class RestSamples:
     def standard_error(self, terms: Iterable[Term]) -> float:
         """Standard error of Σ slope · ‖P_v A P_w‖_F² over `terms` (slope, part, v, w).
 
-        The slopes are the derivatives of whatever function is wanted. The sum is regrouped by the node where a probe
-        was drawn: within a node the terms are combined probe by probe, so that their correlation counts; between nodes
-        they are independent.
+        The slopes are the derivatives of the function of interest (delta method). The sum is regrouped by the node of
+        the probes: within a node the terms are combined probe by probe, because they are correlated; between nodes they
+        are independent.
         """
         combined: dict[int, list[Tensor]] = {}
         size: dict[int, float] = defaultdict(float)
@@ -154,17 +153,18 @@ class RestSamples:
         overall: float = sum(variances.values())
         if overall == 0 or math.isinf(overall):
             return overall
-        # degrees of freedom of a sum of variances that are known from few probes each (Welch and Satterthwaite)
+        # degrees of freedom of a sum of variances that are estimated from few probes each (Welch-Satterthwaite)
         freedom = 1 / sum((s / overall) ** 2 / (self.count(at) - 1) for at, s in variances.items() if s)
         return math.sqrt(overall) * small_sample_factor(int(freedom))
 
     def _variance(self, at: int, matrices: Sequence[Tensor], size: float) -> float:
         """Variance of the mean of the diagonals of `matrices`; `size` is that mean (of the terms' absolute values).
 
-        The spread of ‖A z‖² is a share r of its mean, so a mean that is low by chance brings an error that is too
-        small. It is therefore taken for the truth that this mean would be one standard error below: mean / (1 - r).
+        The standard deviation of ‖A z‖² is proportional to its mean, with a factor r. A mean that is low by chance
+        would come with too small an error. The error is therefore scaled to mean / (1 - r), the true value of which the
+        observed mean is one standard error below.
         """
-        if self.room(at) == 0:
+        if self.remaining(at) == 0:
             return 0.0
         if self.count(at) < 2:
             return math.inf

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvmon.numerics import gaussian, norm, small_sample_factor
+from curvmon.operators.protocol import SymmetricOperator
 from curvmon.records import Density
 from curvmon.spectrum.lanczos import Lanczos, Product
 
@@ -21,20 +22,6 @@ FLOOR = 1e-4
 """of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
 MIN_VERIFICATION_STEPS = 8
 """products of another start before it may count as having no further eigenvalue"""
-
-
-class SymmetricOperator(Protocol):
-    """What the search needs of a symmetric matrix."""
-
-    size: int
-    products: int
-    """matrix-vector products so far"""
-
-    @property
-    def template(self) -> Tensor:
-        """A scalar with the dtype and device of all vectors."""
-
-    def hessian(self, z: Tensor) -> Tensor: ...
 
 
 class Eigenpairs(NamedTuple):
@@ -90,7 +77,7 @@ class EigenvalueSearch:
 
     def krylov_space(self, start: Tensor | None) -> Lanczos:
         """Lanczos steps until the k largest eigenvalues and the smallest one have converged, or to the limit."""
-        space = Lanczos(self._operator.hessian, self._perturbed(start), capacity=self.capacity)
+        space = Lanczos(self._operator.matvec, self._perturbed(start), capacity=self.capacity)
         while not space.exhausted and space.products < self._limit:
             space.step(self._k + 3, 2)
             ritz = space.ritz_pairs(self._k, 1)
@@ -119,7 +106,7 @@ class EigenvalueSearch:
         """
         while len(pairs.values) < self._operator.size:
             scale = tolerances(pairs.values, self._rtol, self._k).min().item()
-            space = Lanczos(self._operator.hessian, self._random(), capacity=EXTRA_VECTORS - 4, locked=pairs.vectors)
+            space = Lanczos(self._operator.matvec, self._random(), capacity=EXTRA_VECTORS - 4, locked=pairs.vectors)
             converged = space.exhausted
             while not (space.exhausted or converged) and self._operator.products < self._limit:
                 space.step(3, 2)
@@ -158,7 +145,7 @@ class EigenvalueSearch:
         """
         values, weights = [], []
         for _ in range(DENSITY_RUNS):
-            space = Lanczos(self._operator.hessian, self._random(), capacity=DENSITY_STEPS)
+            space = Lanczos(self._operator.matvec, self._random(), capacity=DENSITY_STEPS)
             while not space.exhausted and space.products < DENSITY_STEPS:
                 space.step(1, 1)
             nodes, vectors = torch.linalg.eigh(space.projected)
@@ -185,7 +172,7 @@ class EigenvalueSearch:
             for earlier in [*probes, *probes]:
                 probe = probe - earlier.dot(probe) * earlier
             probe = probe / torch.linalg.vector_norm(probe)
-            samples.append(probe.dot(self._operator.hessian(probe)).item())
+            samples.append(probe.dot(self._operator.matvec(probe)).item())
             if dimensions <= FEW_DIMENSIONS:
                 probes.append(probe)
         values = torch.tensor(samples, dtype=torch.float64, device="cpu")

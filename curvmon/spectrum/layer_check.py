@@ -17,7 +17,7 @@ from torch import Tensor
 from curvmon.graph.linear_layers import LayeredGraph
 from curvmon.graph.loss_curvature import Layout
 from curvmon.numerics import gaussian, norm
-from curvmon.operators.hessian import ParameterOperator
+from curvmon.operators.parameter_hessian import ParameterOperator
 
 TOLERANCE = 1e-4
 """relative; rounding is 1e-6, and a missing path contributes as much as any other"""

@@ -17,7 +17,8 @@ from torch import Tensor
 from curvmon.errors import InputError
 from curvmon.graph.nodes import clean_name, matches
 from curvmon.numerics import gaussian, precise, small_sample_factor
-from curvmon.operators.hessian import ParameterOperator
+from curvmon.operators.parameter_hessian import ParameterOperator
+from curvmon.operators.protocol import SymmetricProduct
 from curvmon.records import GroupSpectrum
 from curvmon.spectrum.eigenvalue_search import Eigenpairs, EigenvalueSearch
 
@@ -80,21 +81,6 @@ def _matches(members_of: Mapping[str, list[int]], pattern: str) -> list[str]:
     return names
 
 
-class _Block:
-    """H[v, v] as a `SymmetricOperator`."""
-
-    def __init__(self, operator: ParameterOperator, members: list[int]) -> None:
-        self._operator = operator
-        self._members = members
-        self.size = sum(operator.sizes[i] for i in members)
-        self.template = operator.template
-        self.products = 0
-
-    def hessian(self, z: Tensor) -> Tensor:
-        self.products += 1
-        return self._operator.block(self._members, self._members, z)
-
-
 def group_spectrum(
     operator: ParameterOperator,
     members: list[int],
@@ -106,7 +92,9 @@ def group_spectrum(
     generator: torch.Generator,
 ) -> GroupSpectrum:
     """Extremal eigenvalues of one diagonal block. Costs as many products as those of H, but cheaper ones."""
-    block = _Block(operator, members)
+    block = SymmetricProduct(
+        sum(operator.sizes[i] for i in members), operator.template, lambda z: operator.block(members, members, z)
+    )
     pairs, verified = EigenvalueSearch(block, k, rtol, max_hvps, generator).eigenpairs(None, verify)
     top = min(k, len(pairs.values))
     return GroupSpectrum(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from curvmon.errors import InputError
 from curvmon.graph.arguments import check_budget, check_integer
 from curvmon.numerics import norm
-from curvmon.operators.hessian import ParameterOperator, open_parameters
+from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
 from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Eigenpairs, EigenvalueSearch

@@ -23,7 +23,7 @@ from curvmon.graph.autograd import differentiate, product
 from curvmon.graph.linear_layers import LayeredGraph
 from curvmon.graph.loss_curvature import Layout, dense_factor, sketch
 from curvmon.numerics import gaussian, norm_squared, precise, small_sample_factor
-from curvmon.operators.hessian import ParameterOperator
+from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.spectrum.initial_block import GradientSketches, joined, sketcher_for, start_cotangents
 from curvmon.spectrum.layer_check import LayerCheck
 

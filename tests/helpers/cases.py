@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.helpers import oracle
 from tests.helpers.networks import (
     CLASSES,
     SAMPLES,
@@ -170,3 +173,14 @@ def hand_criterion(kind: str, t: dict[str, Tensor]) -> Callable[[Sequence[Tensor
         return loss
 
     return criterion
+
+
+@functools.cache
+def truth_of(name: str, kind: str) -> oracle.Truth:
+    """The dense blocks of a case with a loss, by the independent oracle."""
+    case = next(case for case in CASES if case.name == name)
+    module, (x, t) = make(case)
+    twin = copy.deepcopy(module).double().eval()
+    t = {key: value.double() if value.is_floating_point() else value for key, value in t.items()}
+    criterion = hand_criterion(kind, t)
+    return oracle.truth(lambda e: case.by_hand(twin, x.double(), e), criterion, case.shapes)

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-
 import pytest
 import torch
 
 import curvmon
-from tests.helpers import cases, oracle
-from tests.helpers.cases import CASES, LOSSES, Case
+from tests.helpers import cases
+from tests.helpers.cases import CASES, LOSSES, Case, truth_of
 
 METRICS = ("resonance", "coupling", "stable_rank", "gn_gap")
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 every_loss = pytest.mark.parametrize("kind", list(LOSSES))
-
-
-@functools.cache
-def truth_of(name: str, kind: str) -> oracle.Truth:
-    case = next(case for case in CASES if case.name == name)
-    module, (x, t) = cases.make(case)
-    twin = copy.deepcopy(module).double().eval()
-    t = {key: value.double() if value.is_floating_point() else value for key, value in t.items()}
-    criterion = cases.hand_criterion(kind, t)
-    return oracle.truth(lambda e: case.by_hand(twin, x.double(), e), criterion, case.shapes)
 
 
 @every_loss

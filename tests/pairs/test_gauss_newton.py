@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from tests.pairs.test_gauss_newton_factors import CLASSES, MANY, OUTPUTS, SAMPLES, drawn, relu_net, smooth_net
+from tests.helpers.classifiers import CLASSES, MANY, OUTPUTS, SAMPLES, drawn, relu_net, smooth_net
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_branches_that_see_orthogonal_outputs(seed: int, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("samples", [4, 8])
-def test_sketched_pairs_of_flat_and_curved_nodes_cover_the_truth(samples: int, x: Tensor) -> None:
+def test_sketched_pairs_of_linear_and_smooth_nodes_cover_the_truth(samples: int, x: Tensor) -> None:
     """The basis must not come from the sketch that then estimates the rest."""
     x = x[:samples]
     options: dict[str, Any] = {

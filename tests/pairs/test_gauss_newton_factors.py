@@ -17,20 +17,10 @@ from curvmon.operators import node_blocks as operators
 from curvmon.operators.session import open_session
 from curvmon.pairs import gauss_newton
 from curvmon.pairs import gauss_newton_factors as factors
-from curvmon.pairs.singular_values import Rights, leading_pairs
+from curvmon.pairs.singular_values import RightFactors, leading_pairs
+from tests.helpers.classifiers import CLASSES, MANY, OUTPUTS, SAMPLES, drawn, relu_net, smooth_net
 
-SAMPLES, OUTPUTS = 8, 5
 Loss = Callable[[Any, Any], Tensor]
-
-
-def relu_net(outputs: int = OUTPUTS, width: int = 30) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs))
-
-
-def smooth_net(outputs: int = OUTPUTS) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 30), nn.SiLU(), nn.Linear(30, 28), nn.Tanh(), nn.Linear(28, outputs))
 
 
 @pytest.fixture
@@ -38,12 +28,7 @@ def x() -> Tensor:
     return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
 
 
-def drawn(*shape: int, high: int | None = None) -> Tensor:
-    g = torch.Generator().manual_seed(2)
-    return torch.randn(*shape, generator=g) if high is None else torch.randint(high, shape, generator=g)
-
-
-CLASSES, VALUES = drawn(SAMPLES, high=OUTPUTS), drawn(SAMPLES, OUTPUTS)
+VALUES = drawn(SAMPLES, OUTPUTS)
 IGNORED = torch.where(torch.arange(SAMPLES) < 3, -100, CLASSES)
 SHARES = VALUES.softmax(1)
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.1, 3.0])
@@ -93,14 +78,14 @@ def test_a_smooth_network_has_an_exact_gauss_newton_part(loss: Loss, x: Tensor) 
     assert ((found.resonance - truth.resonance).abs() <= 4 * found.stderr["resonance"]).all()
 
 
-def bent(out: Tensor) -> Tensor:
+def indefinite(out: Tensor) -> Tensor:
     return (out.cos().sum(1) * out[:, 0]).mean()
 
 
-def test_a_loss_that_bends_both_ways(x: Tensor) -> None:
+def test_indefinite_loss_curvature_keeps_its_signs(x: Tensor) -> None:
     """S indefinite, and not a torch loss: the factor is computed numerically and keeps its signs."""
     options: dict[str, Any] = {
-        "loss": lambda m, x: bent(m(x)),
+        "loss": lambda m, x: indefinite(m(x)),
         "nodes": ["0", "2"],
         "output": "",
     }
@@ -110,7 +95,7 @@ def test_a_loss_that_bends_both_ways(x: Tensor) -> None:
     torch.testing.assert_close(found.stable_rank, truth.stable_rank, rtol=2e-5, atol=0)
 
 
-def test_a_loss_whose_parts_cancel(x: Tensor) -> None:
+def test_factors_are_dropped_when_parts_of_an_indefinite_loss_cancel(x: Tensor) -> None:
     """GN = 0 for the second call by the cancellation of eigenvalues ± a: a difference of squares would be rounding."""
     options: dict[str, Any] = {
         "loss": lambda m, x: (m(x).cos().sum(1) * m(x)[:, 0]).mean(),
@@ -133,7 +118,6 @@ def test_a_scaled_loss_changes_r_alone(scale: float, x: Tensor) -> None:
 
 
 # ---- many outputs: sketches ------------------------------------------------------------------------------------------
-MANY = 40
 MANY_LOSSES: dict[str, tuple[str, Loss]] = {
     "cross-entropy": ("softmax", lambda m, x: F.cross_entropy(m(x), CLASSES, label_smoothing=0.1)),
     "soft targets": ("softmax", lambda m, x: F.cross_entropy(m(x), drawn(SAMPLES, MANY).softmax(1).to(x))),
@@ -152,12 +136,12 @@ def test_random_cotangents_have_the_curvature_of_the_loss(form: str, loss: Loss,
     ) as session:
         operator = session.operator
         found = losses.sketch(
-            losses.Layout(operator.graph.outputs, SAMPLES, 0), operator.graph.outputs, operator.curved
+            losses.Layout(operator.graph.outputs, SAMPLES, 0), operator.graph.outputs, operator.output_curvature
         )
         assert found is not None and form in found.form
         out = operator.graph.outputs[0]
         units = torch.eye(out.numel(), dtype=torch.float64)[:60]
-        curvature = torch.stack([operator.curved([unit.view_as(out)])[0].flatten() for unit in units])
+        curvature = torch.stack([operator.output_curvature([unit.view_as(out)])[0].flatten() for unit in units])
         generator = torch.Generator().manual_seed(0)
         draws = torch.stack([found.draw(generator)[0].flatten() for _ in range(4000)])
     products = draws[:, :60, None] * draws[:, None, :]
@@ -166,7 +150,7 @@ def test_random_cotangents_have_the_curvature_of_the_loss(form: str, loss: Loss,
     assert ((mean - curvature).abs() <= 6 * error + 1e-6 * curvature.abs().max()).all()
 
 
-def test_sketches_are_unbiased_and_know_their_error(x: Tensor) -> None:
+def test_sketches_are_unbiased_with_correct_errors(x: Tensor) -> None:
     model, loss = relu_net(MANY), MANY_LOSSES["cross-entropy"][1]
     truth = curvmon.exact(model, x, loss=loss, nodes=["0", "2"])
     runs = [curvmon.measure(model, x, loss=loss, nodes=["0", "2"], seed=seed, rtol=0.2) for seed in range(60)]
@@ -220,7 +204,7 @@ def test_tokens_may_be_folded_into_the_samples(batch_first: bool) -> None:
 
 
 @pytest.mark.parametrize("net", [relu_net, smooth_net])
-def test_factors_that_do_not_fit_are_taken_in_turns(
+def test_factors_above_the_memory_limit_are_built_in_groups(
     net: Callable[[], nn.Module], x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"loss": LOSSES["cross-entropy"], "nodes": ["0", "2"]}
@@ -232,7 +216,7 @@ def test_factors_that_do_not_fit_are_taken_in_turns(
     torch.testing.assert_close(turns.gn_norm, whole.gn_norm, rtol=0.05, atol=0)
 
 
-def test_nodes_behind_which_nothing_bends_need_no_probes(x: Tensor) -> None:
+def test_nodes_before_a_linear_head_need_no_probes(x: Tensor) -> None:
     """T = 0 in front of a linear head: the pairs of the last node are exact, those of the first are not."""
     found = curvmon.measure(smooth_net(), x, loss=LOSSES["cross-entropy"], nodes=["0", "3"])
     truth = curvmon.exact(smooth_net(), x, loss=LOSSES["cross-entropy"], nodes=["0", "3"])
@@ -253,7 +237,7 @@ def test_batched_products_are_the_same(x: Tensor, monkeypatch: pytest.MonkeyPatc
 
 
 def leading_pair(matrix: Tensor) -> tuple[Tensor, float]:
-    vectors, values = leading_pairs(matrix.T, Rights([torch.eye(matrix.shape[1], dtype=matrix.dtype)]))
+    vectors, values = leading_pairs(matrix.T, RightFactors([torch.eye(matrix.shape[1], dtype=matrix.dtype)]))
     return vectors[0], values[0].item()
 
 
@@ -267,7 +251,7 @@ def test_leading_pair_of_a_large_matrix() -> None:
         assert torch.linalg.vector_norm(matrix.T @ vector).item() == pytest.approx(value, rel=1e-7)
 
 
-def test_leading_pair_of_a_matrix_that_is_blind_to_its_first_columns() -> None:
+def test_leading_pair_when_the_first_columns_are_zero() -> None:
     matrix = torch.zeros(100, 100, dtype=torch.float64)
     matrix[:, 50:] = torch.randn(100, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     vector, value = leading_pair(matrix)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import curvmon
-from curvmon.operators.hessian import ParameterOperator, open_parameters
+from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.spectrum import initial_block
 from curvmon.spectrum.initial_block import GradientSketches, start_cotangents
 from curvmon.spectrum.trace import gauss_newton_trace, trace_of_parts

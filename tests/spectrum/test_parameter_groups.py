@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from curvmon.operators import hessian as parameters
+from curvmon.operators import parameter_hessian as parameters
 from curvmon.spectrum.parameter_groups import resolve_groups
 from tests.helpers.spectrum_cases import LOSSES, dense_hessian, make, mlp
 
@@ -138,7 +138,7 @@ def test_several_batches_agree_with_one() -> None:
 
 def test_one_graph_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of one batch: a graph is freed before the next is built."""
-    original = parameters._GraphProducts
+    original = parameters._BatchGraph
     most: list[int] = []
     live: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -148,7 +148,7 @@ def test_one_graph_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             most.append(len(live))
             super().__init__(*args)
 
-    monkeypatch.setattr(parameters, "_GraphProducts", Tracked)
+    monkeypatch.setattr(parameters, "_BatchGraph", Tracked)
     model, batch = make("mlp")
     curvmon.spectrum(model, batch, loss=LOSSES["mse"], more_batches=[batch, batch], k=1, trace=False, ggn=False)
     assert max(most) <= 2  # the new one, and the one that it replaces

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import curvmon
-from curvmon.operators.hessian import open_parameters
+from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.trace import gauss_newton_trace, layerwise_trace, remainder_trace, trace_of_parts
 from tests.helpers.spectrum_cases import Attention, Loss, Recurrent, Through, Tied, dense_hessian, frozen
 

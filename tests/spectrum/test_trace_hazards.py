@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import curvmon
-from curvmon.operators.hessian import open_parameters
+from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.lanczos import Lanczos
 from curvmon.spectrum.layer_check import LayerCheck
 from tests.helpers.spectrum_cases import Through

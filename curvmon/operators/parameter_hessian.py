@@ -1,10 +1,11 @@
-"""Products with the Hessian of a loss by the parameters of a model, and with its Gauss-Newton part.
+"""Products with the Hessian of a loss w.r.t. the parameters of a model, and with its Gauss-Newton part.
 
     H z   = d/dθ <dL/dθ, z>                    GGN z = J^T S J z,  J = d out / dθ,  S = d²L / d out²
 
-by `autograd.grad` alone. Vectors are flat; the parameters are those that require gradients, shared ones once. The loss
-of several batches is the mean over all samples; its graphs are built one after the other for every product, so that
-memory is that of one batch.
+H z is Pearlmutter's trick (1994, "Fast exact multiplication by the Hessian"), GGN z that of Schraudolph (2002) with a
+double backward pass for J z. Vectors are flat. The parameters are those that require gradients; shared ones count once.
+The loss of several batches is the mean over all samples. Their graphs are built one after the other for every product,
+so that memory is that of one batch.
 """
 
 from __future__ import annotations
@@ -28,34 +29,35 @@ from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.isolation.model_state import isolated, one_at_a_time, own_copy
 from curvmon.isolation.random_state import reseed
 from curvmon.numerics import check_finite
+from curvmon.operators.protocol import SymmetricOperator, by_columns
 from curvmon.operators.session import NOISE_SEED, Loss
 
 SAME_LOSS = 1e-3
-"""how much a loss may differ from one forward pass to the next, relatively: rounding on a device, and no more"""
+"""Largest relative difference of a loss between two forward passes of the same batch: rounding on a device."""
 
 
-class _GraphProducts:
-    """Products by the parameters of one tapped graph, whose output is tapped and whose layers are not."""
+class _BatchGraph:
+    """Products w.r.t. the parameters for one batch: a graph with a tap on the output and none on the layers."""
 
     def __init__(self, graph: TappedGraph, parameters: list[Tensor]) -> None:
         self._graph = graph
         self._parameters = parameters
         self.loss = graph.loss.item()
-        self._slopes = differentiate([graph.loss], parameters, create_graph=True)
+        self._gradients = differentiate([graph.loss], parameters, create_graph=True)
         self._pullbacks: list[Tensor | None] | None = None
 
     @property
     def depends(self) -> bool:
-        return any(slope is not None for slope in self._slopes)
+        return any(g is not None for g in self._gradients)
 
     def gradient(self) -> list[Tensor]:
-        if any(slope is not None and slope.layout is not torch.strided for slope in self._slopes):
+        if any(g is not None and g.layout is not torch.strided for g in self._gradients):
             raise InputError("a gradient is sparse (nn.Embedding(sparse=True)); set sparse=False for the measurement")
-        pairs = zip(self._slopes, self._parameters)
-        return [torch.zeros_like(p) if slope is None else slope.detach() for slope, p in pairs]
+        pairs = zip(self._gradients, self._parameters)
+        return [torch.zeros_like(p) if g is None else g.detach() for g, p in pairs]
 
     def custom_functions(self) -> list[str]:
-        return custom_functions([self._graph.loss, *(slope for slope in self._slopes if slope is not None)])
+        return custom_functions([self._graph.loss, *(g for g in self._gradients if g is not None)])
 
     def used_once(self) -> set[int]:
         return used_once(self._graph.loss, self._parameters)
@@ -65,17 +67,17 @@ class _GraphProducts:
         return bool(graph.outputs) and not bypassed(graph.loss, self._parameters, graph.output_taps)
 
     def hessian(self, rows: Sequence[int], columns: Sequence[int], z: Sequence[Tensor]) -> list[Tensor]:
-        """H[rows, columns] z, only as much differentiated as that needs."""
-        return product([self._slopes[i] for i in columns], [self._parameters[i] for i in rows], z)
+        """H[rows, columns] z. Only what that block needs is differentiated."""
+        return product([self._gradients[i] for i in columns], [self._parameters[i] for i in rows], z)
 
     def ggn(self, z: Sequence[Tensor]) -> list[Tensor]:
         graph = self._graph
         if self._pullbacks is None:
-            self._output_slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
+            self._output_gradients = differentiate([graph.loss], graph.output_taps, create_graph=True)
             self._cotangents = [torch.zeros_like(out, requires_grad=True) for out in graph.outputs]
             self._pullbacks = differentiate(graph.outputs, self._parameters, self._cotangents, create_graph=True)
         tangents = product(self._pullbacks, self._cotangents, z)
-        curved = product(self._output_slopes, graph.output_taps, tangents)
+        curved = product(self._output_gradients, graph.output_taps, tangents)
         return product(graph.outputs, self._parameters, curved)
 
     def pullback(self, rows: Tensor) -> list[Tensor]:
@@ -84,8 +86,19 @@ class _GraphProducts:
         return product(self._graph.outputs, self._parameters, layout.tensors(rows))
 
 
-class ParameterOperator:
-    """Products with H and GGN of a loss, or of the weighted sum of several."""
+class ParameterOperator(SymmetricOperator):
+    """H w.r.t. the parameters, of a loss or of the weighted sum of several; also its blocks, and GGN.
+
+    Attributes:
+        names: of the parameters, in the order of a flat vector.
+        originals: the user's parameters, of which the measured ones are copies.
+        sizes: entries of every parameter.
+        loss: at the current parameters.
+        gradient: dL/dθ, flat.
+        has_ggn: the outputs that enter the loss were recognised, and nothing bypasses them.
+        custom_functions: names of the custom autograd functions in the graph.
+        on_product: called with the number of HVPs after each of them.
+    """
 
     def __init__(
         self,
@@ -100,21 +113,17 @@ class ParameterOperator:
         self._layered = layered
         self.names = tuple(parameters)
         self.originals = originals
-        """the user's parameters, of which these are copies"""
         self._parameters = list(parameters.values())
         self.sizes = [parameter.numel() for parameter in self._parameters]
-        self.size = sum(self.sizes)
-        self.products = 0
+        super().__init__(sum(self.sizes), self._parameters[0])
         self.on_product: Callable[[int], None] = lambda products: None
-        """is told of every product"""
         self.loss, self.has_ggn, depends = 0.0, True, False
         self.gradient = self.template.new_zeros(self.size)
-        """dL/dθ"""
         functions: set[str] = set()
         self._once = set(range(len(self.sizes)))
-        self._kept: _GraphProducts | None = None
-        self._first: dict[int, float] = {}
-        """the loss of every batch"""
+        self._kept: _BatchGraph | None = None
+        self._losses_before: dict[int, float] = {}
+        """the loss of every batch in its first forward pass"""
         for weight, graph in self._graphs():
             self.loss += weight * graph.loss
             depends |= graph.depends
@@ -127,27 +136,26 @@ class ParameterOperator:
             raise LossError("the loss does not depend on any trainable parameter of the model; is it detached?")
         self.custom_functions = sorted(functions)
 
-    @property
-    def template(self) -> Tensor:
-        """A flat vector's dtype and device."""
-        return self._parameters[0].detach().new_zeros(())
+    def _columns(self, z: Tensor) -> Tensor:
+        return by_columns(self.hessian, z)
 
     def hessian(self, z: Tensor) -> Tensor:
+        """H z for one vector."""
         every = range(len(self._parameters))
         return self.block(every, every, z)
 
     def block(self, rows: Sequence[int], columns: Sequence[int], z: Tensor) -> Tensor:
-        """H[rows, columns] z for some of the parameters, given by their indices."""
+        """H[rows, columns] z for a subset of the parameters, given by their indices."""
         shaped = self._shaped(z, columns)
         return self._summed(lambda graph: graph.hessian(rows, columns, shaped))
 
     def ggn(self, z: Tensor) -> Tensor:
-        """Only where `has_ggn`."""
+        """GGN z for one vector; only where `has_ggn`."""
         shaped = self._shaped(z, range(len(self._parameters)))
         return self._summed(lambda graph: graph.ggn(shaped))
 
     def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
-        """The loss of every batch by taps on its layers, and its weight; only where `has_ggn`."""
+        """The weight of every batch, and its loss as a function of taps on the layers; only where `has_ggn`."""
         return self._layered({self.names[i]: self._parameters[i] for i in self._once})
 
     @property
@@ -155,43 +163,43 @@ class ParameterOperator:
         return len(self._losses)
 
     def pullback(self, cotangents: Sequence[Tensor]) -> Tensor:
-        """Σ J_b^T c_b over the batches b, their weights left to c_b; only where `has_ggn`, and not counted."""
+        """Σ_b J_b^T c_b over the batches b, for cotangents that hold the weights; only where `has_ggn`, not counted."""
         total = self.template.new_zeros(self.size)
         for (_, graph), rows in zip(self._graphs(), cotangents):
             total += torch.cat([tensor.reshape(-1).to(self.template) for tensor in graph.pullback(rows)])
         return total.as_subclass(Tensor)  # a network may pass on a class of the batch's own
 
     def gathered(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """Gradients by single parameters as one vector, with zeros for the others."""
-        known = {id(parameter): gradient for parameter, gradient in pieces}
-        whole = (known.get(id(parameter), torch.zeros_like(parameter)) for parameter in self._parameters)
+        """Gradients w.r.t. single parameters as one flat vector, with zeros for the others."""
+        gradients = {id(parameter): gradient for parameter, gradient in pieces}
+        whole = (gradients.get(id(parameter), torch.zeros_like(parameter)) for parameter in self._parameters)
         return torch.cat([gradient.reshape(-1).to(self.template) for gradient in whole])
 
     def spend(self, products: int) -> None:
-        """Count work that was done elsewhere."""
-        self.products += products
+        """Count HVPs (or work of the same cost) that were computed elsewhere."""
+        self._count.total += products
         self.on_product(products)
 
     def flat(self, values: Mapping[Tensor, Tensor], default: float) -> Tensor:
-        """Values that belong to the user's parameters, as one vector."""
-        known = [values.get(original) for original in self.originals]
-        whole = [torch.full_like(p, default) if value is None else value for value, p in zip(known, self._parameters)]
+        """Values that belong to the user's parameters, as one flat vector."""
+        given = [values.get(original) for original in self.originals]
+        whole = [torch.full_like(p, default) if value is None else value for value, p in zip(given, self._parameters)]
         return torch.cat([value.detach().reshape(-1).to(self.template) for value in whole])
 
-    def _graphs(self) -> Iterator[tuple[float, _GraphProducts]]:
-        for place, (weight, build) in enumerate(self._losses):
-            graph = self._kept or _GraphProducts(build(), self._parameters)
-            first = self._first.setdefault(place, graph.loss)
+    def _graphs(self) -> Iterator[tuple[float, _BatchGraph]]:
+        for index, (weight, build) in enumerate(self._losses):
+            graph = self._kept or _BatchGraph(build(), self._parameters)
+            first = self._losses_before.setdefault(index, graph.loss)
             if abs(graph.loss - first) > SAME_LOSS * max(abs(graph.loss), abs(first)):
                 raise LossError(
                     f"the loss of the same batch is {first:.6g} and then {graph.loss:.6g}: the model or the loss has a "
                     f"state or a random generator of its own that a forward pass changes, and more_batches takes "
-                    f"several passes; reset it at the beginning of loss(model, batch), or leave more_batches out"
+                    f"several passes; reset it at the start of loss(model, batch), or do not pass more_batches"
                 )
             yield weight, graph
 
-    def _summed(self, image: Callable[[_GraphProducts], Sequence[Tensor]]) -> Tensor:
-        self.products += 1
+    def _summed(self, image: Callable[[_BatchGraph], Sequence[Tensor]]) -> Tensor:
+        self._count.total += 1
         total: Tensor | None = None
         for weight, graph in self._graphs():
             flat = torch.cat([tensor.reshape(-1).to(self.template) for tensor in image(graph)])
@@ -212,9 +220,9 @@ class ParameterOperator:
 def open_parameters(
     model: nn.Module, batches: Sequence[Any], *, loss: Loss, dtype: torch.dtype | None = None
 ) -> Iterator[ParameterOperator]:
-    """The operator for the life of the context; the model is as before when it ends, however it ends."""
+    """Yields the operator. When the context ends, with or without an error, the model is exactly as before."""
     check_arguments(model, loss, None, None, 0)
-    # another thread's measurement of the same model holds its parameters constant
+    # while another thread measures the same model, its parameters do not require gradients
     with one_at_a_time:
         yield from _opened(model, batches, loss, dtype)
 
@@ -268,22 +276,22 @@ def _by_layers(
 
 
 def _samples(batch: Any) -> int:
-    """One where the batch does not tell: it holds no tensor, or only numbers."""
+    """One where the batch does not say: it holds no tensor, or scalars only."""
     counts = any(tensor.is_nested or tensor.ndim for _, tensor in named_tensors(batch))
     return (batch_size(batch, 0) or 1) if counts else 1
 
 
 def _shares(batches: Sequence[Any]) -> list[float]:
-    """Of the samples: the weighted sum of losses that are means over their samples is then the mean over all.
+    """The share of every batch in all samples. The sum of the batch losses with these weights is the mean over all.
 
-    The size that most tensors have along their first dimension, looked at in all batches together: class weights that
-    come with every batch do not count samples.
+    The number of samples is the size that most tensors have along their first dimension, over all batches together:
+    class weights that come with every batch do not count samples.
     """
     if len(batches) == 1:
         return [1.0]
     tensors = [[t for _, t in named_tensors(batch, objects=True) if not t.is_nested] for batch in batches]
-    sizes = [[len(tensor) if tensor.ndim else 1 for tensor in found] for found in tensors]
-    if len({len(found) for found in sizes}) > 1:
+    sizes = [[len(tensor) if tensor.ndim else 1 for tensor in batch] for batch in tensors]
+    if len({len(batch) for batch in sizes}) > 1:
         counts = [tuple(_samples(batch) for batch in batches)]
     else:
         votes = Counter(zip(*sizes)) or Counter([(1,) * len(batches)])
