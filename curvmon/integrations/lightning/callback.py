@@ -18,6 +18,7 @@ from curvmon.integrations.lightning.compatibility import (
     unsupported,
 )
 from curvmon.integrations.lightning.recorder import Recorder
+from curvmon.metrics.registry import pair_metric_names
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner
@@ -25,7 +26,6 @@ from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.quantities import Settings
 from curvmon.monitor.settings import check_settings
-from curvmon.metrics.registry import pair_metric_names
 from curvmon.records import Alert, Measurement, Snapshot, Spectrum
 from curvmon.reporting.reporter import Report
 
