@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curvmon.integrations.lightning.callback import CurvatureMonitor
 from tests.helpers import side_effects as hazards
 from tests.helpers import stateful_modules as stateful
-from tests.integrations.lightning.test_no_trace import Case, monitor_of, run, traces
+from tests.helpers.compared_runs import Case, monitor_of, run, traces
 
 
 def _one_ulp(module: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import curvmon
 from curvmon import CurvatureMonitor, CurvmonError
-from curvmon.records import METRICS
+from tests.helpers.lightning_runs import QUIET, assert_same, trained
 from tests.helpers.module_zoo import (
     BATCH,
     DECLINED,
@@ -26,34 +25,6 @@ from tests.helpers.module_zoo import (
     Case,
     Regression,
 )
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
-def trained(module: Any, monitor: CurvatureMonitor, loaders: Any, **options: Any) -> list[str]:
-    """Fit to the end, with what the monitor warned of."""
-    trainer = pl.Trainer(callbacks=[monitor], **{**QUIET, **options})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, *loaders)
-    assert trainer.state.finished and trainer.current_epoch == trainer.max_epochs
-    assert trainer.num_training_batches == len(loaders[0]) > 1
-    return [str(w.message) for w in caught if str(w.message).startswith("curvmon: ")]
-
-
-def assert_same(found: curvmon.Measurement, wanted: curvmon.Measurement) -> None:
-    assert found.nodes == wanted.nodes
-    for metric in METRICS:
-        ours, theirs = getattr(found, metric), getattr(wanted, metric)
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, equal_nan=True, msg=lambda m, k=metric: f"{k}: {m}")
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
 
 
 def assert_defined(found: curvmon.Measurement, case: Case) -> None:

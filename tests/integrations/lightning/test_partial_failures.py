@@ -21,9 +21,8 @@ from curvmon.alerts.context import circumstances
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.monitor import taking
 from curvmon.monitor.recipe import Recipe
+from tests.helpers.lightning_runs import QUIET, assert_same, doctored, first_rows, run, trained
 from tests.helpers.module_zoo import BATCH, PROBE, REGRESSION, REGRESSION_VAL, Regression, regression_loss
-from tests.integrations.lightning.test_faults import doctored, first_rows, run
-from tests.integrations.lightning.test_module_zoo import QUIET, assert_same, trained
 
 
 def loaders() -> tuple[Any, Any]:

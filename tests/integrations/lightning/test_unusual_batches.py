@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from curvmon import CurvatureMonitor
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.monitor.batch_samples import fingerprint, first_samples, halves, owned, restored, samples_in, stored
+from tests.helpers.lightning_runs import QUIET, trained
 from tests.helpers.module_zoo import REGRESSION, Regression
-from tests.integrations.lightning.test_module_zoo import QUIET, trained
 
 LARGE = 40
 """more than a probe batch has, so that it is cut"""

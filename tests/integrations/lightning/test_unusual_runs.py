@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 import curvmon
 from curvmon import CurvatureMonitor
 from curvmon.reporting.console import summary
+from tests.helpers.lightning_runs import QUIET, assert_same, trained
 from tests.helpers.module_zoo import BATCH, REGRESSION, REGRESSION_VAL, Regression, regression_loss
-from tests.integrations.lightning.test_module_zoo import QUIET, assert_same, trained
 
 
 def loaders(val: Any = REGRESSION_VAL) -> tuple[Any, Any]:
