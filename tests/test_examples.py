@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from examples import attention_against_mlp, character_gpt, image_classifier, plain_pytorch, quickstart
+from tests.helpers.time_limits import PATIENCE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -181,7 +182,7 @@ def test_a_command_line_with_a_configuration(out: Path, monkeypatch: pytest.Monk
 def test_two_processes(out: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "ddp.py"), "--epochs", "1", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr
     assert "2 processes have the same numbers" in done.stdout
     logged = columns(out)

@@ -22,6 +22,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import curvmon
+from tests.helpers.time_limits import PATIENCE
 
 Batch = tuple[Tensor, Tensor]
 both = pytest.mark.parametrize("run", [curvmon.measure, curvmon.exact])
@@ -352,7 +353,7 @@ def in_thread(target: Callable[[], Any]) -> threading.Thread:
 
 def assert_ends(*threads: threading.Thread) -> None:
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -392,7 +393,7 @@ def test_of_two_calls_in_threads_the_second_waits(number: Callable[..., float], 
 
     def second_loss(model: nn.Module, batch: Batch) -> Tensor:
         second_inside.set()
-        first_left.wait(10)
+        first_left.wait(PATIENCE)
         return plain_loss(model, batch)
 
     one = network()
@@ -405,7 +406,7 @@ def test_of_two_calls_in_threads_the_second_waits(number: Callable[..., float], 
         first_left.set()
 
     def second() -> None:
-        first_inside.wait(10)
+        first_inside.wait(PATIENCE)
         found["second"] = number(other, batch, second_loss)
 
     before = process()
