@@ -21,6 +21,8 @@ import torch
 from examples import attention_against_mlp, character_gpt, image_classifier, plain_pytorch, quickstart
 from tests.helpers.time_limits import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -30,6 +30,8 @@ from examples.paper import (
 )
 from examples.paper.report import Table
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def digits_one_thread_and_the_same_random_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -57,7 +57,7 @@ def main() -> None:
     assert curvmon.spectrum(module.model, batch, loss=loss, k=2).converged.all()
 
     loader = DataLoader(TensorDataset(*batch), batch_size=16)
-    monitor = curvmon.CurvatureMonitor()
+    monitor = curvmon.CurvatureMonitor(max_overhead=None)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         logger = CSVLogger(folder)

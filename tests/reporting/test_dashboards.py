@@ -15,6 +15,8 @@ import pytest
 from tests.helpers.browser import Browser, chromium, tensorboard
 from tests.helpers.time_limits import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SPIKE_STEP = 311
 """the last one of the demo's epoch 12, the thirteenth of 24 steps each"""

@@ -22,6 +22,8 @@ from tests.helpers.disturbed_runs import fit
 from tests.helpers.logger_readers import TensorBoard, Wandb
 from tests.helpers.time_limits import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 QUIET = 12
 """epochs before the event"""
 AFTER = 3

@@ -28,6 +28,8 @@ from curvmon.records import METRICS, Measurement
 from tests.helpers.ddp_run import SCENARIOS, Lit
 from tests.helpers.time_limits import PATIENCE
 
+pytestmark = pytest.mark.slow
+
 STUCK = PATIENCE
 """seconds without any progress: a deadlock"""
 AGREEMENT = 1e-4

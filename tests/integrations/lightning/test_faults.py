@@ -99,6 +99,7 @@ def test_memory_that_runs_short_later_halves_the_batch_from_then_on() -> None:
     assert halved == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_out_of_memory_for_every_size_is_one_warning_and_the_whole_batch_is_tried_again() -> None:
     module, monitor = seeded(Hungry, lambda epoch: 0 if epoch in (1, 2) else 99), CurvatureMonitor()
     (said,) = trained(module, monitor, loaders(), max_epochs=4)
@@ -108,6 +109,7 @@ def test_out_of_memory_for_every_size_is_one_warning_and_the_whole_batch_is_trie
     assert_same(monitor.history[-1], curvmon.measure(module, first_rows(PROBE), loss=regression_loss))
 
 
+@pytest.mark.slow
 def test_out_of_memory_from_the_start_does_not_move_to_the_training_batch() -> None:
     module, monitor = seeded(Hungry, lambda epoch: 0 if epoch == 0 else 99), CurvatureMonitor()
     (said,) = trained(module, monitor, loaders(), max_epochs=2)
@@ -128,6 +130,7 @@ def test_a_batch_that_cannot_be_halved_is_one_warning() -> None:
     assert "out of memory" in said and not epochs_measured(monitor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [16, 10, 1])
 def test_eigenvalues_in_parts_are_those_of_the_whole_batch(room: int) -> None:
     spectra = []

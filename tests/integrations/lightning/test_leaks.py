@@ -118,6 +118,7 @@ class Weigh(pl.Callback):
             self.found.append((_tensors(), _resident()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_two_hundred_measurements_leave_no_memory_behind() -> None:
     monitor = CurvatureMonitor(
