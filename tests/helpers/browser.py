@@ -145,14 +145,14 @@ def tensorboard(logs: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), "--samples_per_plugin", "images=100"]
     command += ["--host", "127.0.0.1", "--port", "0"]
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True) as process,
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) as process,
     ):
         try:
             deadline = time.monotonic() + PATIENCE
             while True:
-                said.seek(0)
-                output = said.read()
+                log.seek(0)
+                output = log.read()
                 if found := re.search(r"http://127\.0\.0\.1:\d+/", output):
                     break
                 if process.poll() is not None or time.monotonic() > deadline:

@@ -33,7 +33,7 @@ class Case:
     validation: bool = True
     entry: str = "fit"
     measured: int = 3
-    """how often at least: before the first step and after each of two validations"""
+    """smallest number of measurements: before the first step and after each of two validations"""
 
 
 @dataclass
@@ -78,7 +78,7 @@ def run(case: Case, *watchers: pl.Callback) -> Run:
 
 
 def traces(one: Run, other: Run) -> list[str]:
-    """Where two runs differ, at the first of the moments that were looked at where they do."""
+    """The differences between two runs, at the first hook after which there are some."""
     looks = [[hook for hook, _ in found.spy.seen] for found in (one, other)]
     if looks[0] != looks[1]:
         return [f"other hooks: {looks}"]
@@ -94,7 +94,7 @@ def monitor_of(case: Case) -> CurvatureMonitor:
 
 
 def both(case: Case, monitor: CurvatureMonitor) -> tuple[list[str], list[str]]:
-    """Traces, and what the monitor complained of."""
+    """The differences that the monitor makes, and its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = traces(run(case), run(case, monitor))

@@ -28,7 +28,7 @@ QUIET: dict[str, Any] = {
 
 
 def trained(module: Any, monitor: CurvatureMonitor, loaders: Any, **options: Any) -> list[str]:
-    """Fit to the end, with what the monitor warned of."""
+    """Fit to the end; what the monitor warned of."""
     trainer = pl.Trainer(callbacks=[monitor], **{**QUIET, **options})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -52,6 +52,7 @@ def seeded(make: type[Any] = Regression, *args: Any) -> Any:
 
 
 def first_rows(count: int) -> list[Tensor]:
+    """The first validation samples, as a batch."""
     return [torch.stack(column[:count]) for column in zip(*REGRESSION_VAL)]
 
 
@@ -67,6 +68,7 @@ def run(
     keep: list[Any] | None = None,
     **options: Any,
 ) -> list[str]:
+    """Fit `module` from seed 0, from a checkpoint if there is one; what the monitors warned of."""
     monitors = monitors if isinstance(monitors, list) else [monitors]
     trainer = pl.Trainer(callbacks=monitors, **{**QUIET, "max_epochs": epochs, **options})
     trainee = seeded(module)

@@ -113,6 +113,7 @@ def coverage(deviations: dict[str, list[float]], width: float = 1.96) -> dict[st
     return {metric: sum(z < width for z in values) / len(values) for metric, values in deviations.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.5, 1.0, 2.0])
 def test_intervals_cover_the_truth(decay: float) -> None:
     """Of the 95 % intervals, 90 to 99 % hold the truth, for each metric over 150 seeds and all pairs."""
@@ -123,12 +124,14 @@ def test_intervals_cover_the_truth(decay: float) -> None:
     assert all(share > 0.98 for share in coverage(found, 4).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cross_entropy", "mse"])
 def test_intervals_cover_the_truth_on_a_network(kind: str) -> None:
     shares = coverage(network_deviations(kind, range(60)))
     assert all(0.90 <= share <= 0.99 for share in shares.values()), shares
 
 
+@pytest.mark.slow
 def test_estimates_are_unbiased() -> None:
     operator = problem(1.0)
     squares = [estimate(operator, seed).matrices.get("resonance", 0, 1) ** 2 for seed in range(200)]
@@ -156,6 +159,7 @@ def test_a_node_with_room_for_one_probe_is_exact_and_cheap() -> None:
     assert found.hvps < 2 * sum(sizes)
 
 
+@pytest.mark.slow
 def test_a_flat_spectrum_widens_the_error_of_the_stable_rank_honestly() -> None:
     """D of a hundred cannot be found with few directions: what the spectral norm lacks is estimated, with an error."""
     matrix = symmetric(0.05, 4, size=600)

@@ -45,7 +45,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return out
 
 
-def test_the_demo_tells_of_its_accident_and_of_nothing_else(demo: Path) -> None:
+def test_demo_raises_one_alert_at_the_learning_rate_spike(demo: Path) -> None:
     printed = (demo / "printed.txt").read_text()
     lines = printed.splitlines()
     assert printed.count("ALERT") == 1
@@ -62,7 +62,7 @@ def measured(demo: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["hessian/lambda_1"]]
 
 
-def test_the_demo_writes_logs_and_pictures(demo: Path) -> None:
+def test_demo_writes_logs_and_pictures(demo: Path) -> None:
     rows = measured(demo)
     assert len(rows) == 17
     assert [row["curvmon/alerts"] for row in rows] == ["0.0"] * 13 + ["1.0"] * 4

@@ -1,4 +1,4 @@
-"""Modules as people write them, with a monitor that is told nothing: measured rightly, or declined with the reason."""
+"""Modules as people write them, monitored with default settings: measured correctly, or declined with a reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_defined(found: curvmon.Measurement, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_measured_as_by_hand(name: str) -> None:
+def test_matches_measure_called_by_hand(name: str) -> None:
     """The last measurement is of the final weights, on the first validation samples, with the loss of the step."""
     case = MEASURED[name]
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_declined_with_one_warning(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTLY)
-def test_what_can_be_measured_is_measured(name: str) -> None:
+def test_the_measurable_part_is_measured(name: str) -> None:
     case = PARTLY[name]
     torch.manual_seed(0)
     module, monitor = case.module(), CurvatureMonitor()
@@ -149,7 +149,7 @@ def test_sharded_parameters_are_declined(name: str, reason: str) -> None:
         trainer.fit(Regression(), *case.loaders())
 
 
-def test_a_module_without_training_step_is_declined() -> None:
+def test_module_without_training_step_is_declined() -> None:
     from curvmon.integrations.lightning.supported_runs import refusal
 
     class Nothing(pl.LightningModule):
@@ -184,7 +184,7 @@ def test_without_a_first_measurement_the_sanity_check_does_not_count_twice() -> 
     assert_same(monitor.history[-1], curvmon.measure(module, rows, loss=MEASURED["regression"].loss))
 
 
-def test_a_small_validation_set_is_measured_whole_and_before_the_first_step() -> None:
+def test_small_validation_set_is_measured_completely_before_the_first_step() -> None:
     torch.manual_seed(0)
     module, monitor = Regression(), CurvatureMonitor(eigenvalues=0)
     assert not trained(module, monitor, (DataLoader(REGRESSION, BATCH), DataLoader(REGRESSION_VAL[:6], 4)))

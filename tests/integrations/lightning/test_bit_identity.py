@@ -115,8 +115,12 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_the_same_bit_for_bit(name: str) -> None:
+QUICK = [module.__name__ for module in MODULES]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_training_is_bit_identical(name: str) -> None:
     case, monitor = CASES[name], monitor_of(CASES[name])
     found, complaints = both(case, monitor)
     assert complaints == []
@@ -127,7 +131,7 @@ def test_training_is_the_same_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 8])
-def test_a_failed_measurement_leaves_no_trace_either(at: int) -> None:
+def test_failed_measurement_keeps_training_bit_identical(at: int) -> None:
     case = Case(lambda: stateful.FailsInEval(at, RuntimeError))
     monitor = monitor_of(case)
     found, complaints = both(case, monitor)
@@ -136,8 +140,8 @@ def test_a_failed_measurement_leaves_no_trace_either(at: int) -> None:
 
 
 @pytest.mark.parametrize("kind", stateful.ITERATORS)
-def test_an_iterator_of_the_module_is_not_drawn_from(kind: str) -> None:
-    """What it would lose cannot be put back: such a run is not measured, and the user is told."""
+def test_iterator_of_the_module_is_not_consumed(kind: str) -> None:
+    """What it would lose cannot be put back: such a run is not measured, with a warning."""
     case = Case(lambda: stateful.Draws(stateful.ITERATORS[kind]))
     monitor = monitor_of(case)
     found, complaints = both(case, monitor)
@@ -146,15 +150,15 @@ def test_an_iterator_of_the_module_is_not_drawn_from(kind: str) -> None:
 
 
 class Writer(SummaryWriter):
-    """Writes down what it is told, where nothing puts it back."""
+    """Records the tags that it is given, in an attribute of the class, which nothing restores."""
 
-    told: list[str] = []  # noqa: RUF012 - of the class, on purpose
+    tags: list[str] = []  # noqa: RUF012 - of the class, on purpose
 
     def __init__(self) -> None:
         return None
 
     def add_scalar(self, tag: str, *args: Any, **kwargs: Any) -> None:
-        self.told.append(tag)
+        self.tags.append(tag)
 
     def close(self) -> None:
         return None
@@ -174,15 +178,15 @@ class WritesByItself(hazards.Plain):
         return super().training_step(batch, batch_idx)
 
 
-def test_writers_that_the_module_holds_hear_of_training_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writers_of_the_module_receive_training_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
-    told: list[str] = []
-    monkeypatch.setattr(Writer, "told", told)
-    monkeypatch.setattr(mlflow, "log_metric", lambda name, value: told.append(name))
+    tags: list[str] = []
+    monkeypatch.setattr(Writer, "tags", tags)
+    monkeypatch.setattr(mlflow, "log_metric", lambda name, value: tags.append(name))
     case = Case(WritesByItself)
     monitor = monitor_of(case)
     assert both(case, monitor) == ([], []) and monitor.history
-    assert len(told) == 2 * 2 * 8  # two runs of eight steps
+    assert len(tags) == 2 * 2 * 8  # two runs of eight steps
 
 
 class LogsToWandb(hazards.Plain):
@@ -195,7 +199,7 @@ class LogsToWandb(hazards.Plain):
 
 
 class MeasuresByHand(pl.Callback):
-    """`curvmon.measure` knows nothing of loggers, and has to leave them alone all the same."""
+    """`curvmon.measure` does not know the loggers; nothing may reach them all the same."""
 
     measured = 0
 
@@ -206,7 +210,7 @@ class MeasuresByHand(pl.Callback):
 
 
 @pytest.mark.parametrize("log", ["gradients", "all"])
-def test_wandb_sees_the_users_passes_only(log: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_watch_sees_the_users_passes_only(log: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`wandb.watch` hooks gradients and, for "all", forward passes; every histogram of it is the same."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
