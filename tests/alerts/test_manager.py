@@ -44,7 +44,6 @@ def run(seed: int, points: int, **event: object) -> list[tuple[int, object]]:
     return found
 
 
-@pytest.mark.slow
 def test_quiet_runs_are_silent() -> None:
     assert sum(len(run(seed, 40)) for seed in range(20)) == 0
 
