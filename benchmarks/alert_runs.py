@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from curvmon.alerts.context import Circumstances, circumstances
 from curvmon.errors import CurvmonError
-from curvmon.monitor.recipe import Recipe
+from curvmon.monitor.quantities import Settings, measure_pairs, measure_spectrum
 from curvmon.records import Snapshot
 
 VALIDATIONS = 30
@@ -99,7 +99,7 @@ class Run:
         self.factor = 1.0
         """on top of the schedule"""
         self.generator = torch.Generator().manual_seed(seed)
-        self.recipe = Recipe(nodes=NODES, eigenvalues=1, seed=seed)
+        self.settings = Settings(nodes=NODES, eigenvalues=1, seed=seed)
         self._start: Tensor | None = None
         self.epoch = self.step = 0
         self.training_loss = math.nan
@@ -112,7 +112,6 @@ class Run:
         # the optimizer's parameters are the model's: copied in one go, they stay so
         twin.generator = torch.Generator()
         twin.generator.set_state(generator)
-        twin.recipe = copy.copy(self.recipe)
         return twin
 
     def train(self, halfway: Callable[[Run], None] | None = None) -> None:
@@ -141,9 +140,9 @@ class Run:
 
     def measure(self) -> Observed:
         try:
-            found = self.recipe.measure(self.model, [self.probe], _loss)
-            spectrum, self._start = self.recipe.spectrum(
-                self.model, [self.probe], _loss, start=self._start, optimizer=self.optimizer
+            found = measure_pairs(self.settings, self.model, [self.probe], _loss)
+            spectrum, self._start = measure_spectrum(
+                self.settings, self.model, [self.probe], _loss, start=self._start, optimizer=self.optimizer
             )
         except CurvmonError as error:
             return Observed(str(error), Circumstances())

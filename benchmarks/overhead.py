@@ -63,7 +63,7 @@ def run(minutes: float, free: float, limit: float | None) -> tuple[Timed, float]
     pl.seed_everything(0, verbose=False)
     train, val = prepared(digits())
     monitor, clock = Timed(max_overhead=limit), Clock()
-    monitor._budget = Budget(limit, free)
+    monitor._recorder.budget = Budget(limit, free)
     trainer = pl.Trainer(
         max_epochs=-1,
         max_time={"seconds": 60 * minutes},
@@ -98,7 +98,7 @@ def main() -> None:
     share = (measured - options.free) / (whole - measured)
     print(
         f"| {whole:.0f} s | {measured:.1f} s | {allowed:.1f} s, and one measurement of up to {one:.1f} s | "
-        f"{share:.1%} | {len(monitor.snapshots)} | {monitor._budget.skipped} |"
+        f"{share:.1%} | {len(monitor.snapshots)} | {monitor._recorder.budget.skipped} |"
     )
 
 

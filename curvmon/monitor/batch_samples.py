@@ -1,6 +1,6 @@
-"""What is measured in a run: a batch (or a few), captured as it passes and fixed from then on.
+"""Batches of any structure as lists of samples: capture, slice, concatenate, recognize, store.
 
-Batches are never drawn: `iter()` of a user's DataLoader consumes random numbers and wakes workers up.
+Batches are captured during training. `iter()` of a user's DataLoader would consume random numbers and start workers.
 """
 
 from __future__ import annotations
@@ -17,53 +17,59 @@ from torch import Tensor
 
 from curvmon.graph.pytree import map_all_tensors, map_tensors, named_tensors, refilled
 
-MOST_STORED = 2**26
-"""bytes of a probe batch that go into a checkpoint; a larger one is only recognised again"""
+MAX_STORED_BYTES = 2**26
+"""of a probe batch in a checkpoint; of a larger one only the fingerprint is stored"""
 
 
-def owned(batch: Any) -> Any:
-    """A copy that stays as it is, also of what was made in inference mode (Trainer.validate)."""
+def detached_copy(batch: Any) -> Any:
+    """A copy that shares no memory with the batch, also of tensors of inference mode (Trainer.validate)."""
     with torch.inference_mode(False):
         return map_all_tensors(batch, lambda tensor: tensor.detach().clone())
 
 
-def samples_in(batch: Any) -> int | None:
-    """How many, if all tensors agree on it by their first dimension; None where that cannot be told."""
+def sample_count(batch: Any) -> int | None:
+    """The first dimension, if it is the same for all tensors; None otherwise."""
     sizes = {tensor.shape[0] if _has_rows(tensor) else None for _, tensor in named_tensors(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    """Not sparse and not nested: neither can be cut, and a nested one need not even have a shape."""
+    """Neither sparse nor nested: these cannot be sliced, and a nested tensor may have no shape."""
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.ndim > 0
 
 
 def first_samples(batch: Any, count: int) -> Any:
-    """The first `count` samples; the whole batch where it is not larger, or not made of rows."""
-    size = samples_in(batch)
+    """The first `count` samples; the whole batch if it is not larger, or cannot be sliced."""
+    size = sample_count(batch)
     if size is not None and size > count:
-        with suppress(Exception):  # a class of its own that insists on the number of its rows
-            return _cut(batch, size, slice(None, count))
+        with suppress(Exception):  # a custom class may insist on its number of rows
+            return _sliced(batch, size, slice(None, count))
     return batch
 
 
-def _cut(tree: Any, size: int, rows: slice) -> Any:
-    return _merged([tree], [size], lambda tensors: tensors[0][rows], lambda lists: lists[0][rows])
+def _sliced(tree: Any, size: int, rows: slice) -> Any:
+    return _combined([tree], [size], lambda tensors: tensors[0][rows], lambda lists: lists[0][rows])
 
 
-def _merged(trees: list[Any], sizes: list[int], tensor: Callable[[Any], Any], entries: Callable[[Any], Any]) -> Any:
-    """A tree like the first, its tensors made of those of all, and so its lists of names or paths, one a sample."""
+def _combined(trees: list[Any], sizes: list[int], tensor: Callable[[Any], Any], entries: Callable[[Any], Any]) -> Any:
+    """A tree with the structure of the first.
+
+    `tensor` makes its tensors from those of all trees; `entries` its lists without tensors (names, paths) that have one
+    entry per sample. Everything else is that of the first tree.
+    """
     tree = trees[0]
     if isinstance(tree, Tensor):
         return tensor(trees)
 
     def part(of: Callable[[Any], Any]) -> Any:
-        return _merged([of(other) for other in trees], sizes, tensor, entries)
+        return _combined([of(other) for other in trees], sizes, tensor, entries)
 
     if isinstance(tree, Mapping):
         # `keys()`: iterating over a TensorDict gives its rows
-        found = {key: part(lambda other: other[key]) for key in tree.keys()}  # noqa: B023, SIM118
-        return refilled(tree, found) if isinstance(tree, MutableMapping) and type(tree) is not dict else found
+        entries_by_key = {key: part(lambda other: other[key]) for key in tree.keys()}  # noqa: B023, SIM118
+        if isinstance(tree, MutableMapping) and type(tree) is not dict:
+            return refilled(tree, entries_by_key)
+        return entries_by_key
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(part(lambda other: other[i]) for i in range(len(tree))))  # noqa: B023
     if isinstance(tree, (list, tuple)):
@@ -79,30 +85,30 @@ def _merged(trees: list[Any], sizes: list[int], tensor: Callable[[Any], Any], en
 
 
 def halves(batch: Any) -> tuple[Any, Any] | None:
-    """The first half of the samples and the rest; None where there are no two, or the batch is not made of rows."""
-    size = samples_in(batch)
+    """The first half of the samples and the rest; None for fewer than two samples or a batch that cannot be sliced."""
+    size = sample_count(batch)
     if size is not None and size > 1:
         with suppress(Exception):  # as in `first_samples`
-            return _cut(batch, size, slice(None, size // 2)), _cut(batch, size, slice(size // 2, None))
+            return _sliced(batch, size, slice(None, size // 2)), _sliced(batch, size, slice(size // 2, None))
     return None
 
 
-def joined(first: Any, second: Any) -> Any | None:
-    """The samples of both; None where they do not fit together (padded to other lengths, or not made of rows)."""
+def concatenated(first: Any, second: Any) -> Any | None:
+    """The samples of both batches; None if their shapes or structures differ (padded to other lengths, for example)."""
     ours, theirs = list(named_tensors(first)), list(named_tensors(second))
-    if samples_in(first) is None or samples_in(second) is None or [p for p, _ in ours] != [p for p, _ in theirs]:
+    if sample_count(first) is None or sample_count(second) is None or [p for p, _ in ours] != [p for p, _ in theirs]:
         return None
     if any(a.shape[1:] != b.shape[1:] or a.dtype != b.dtype for (_, a), (_, b) in zip(ours, theirs)):
         return None
     sizes = [len(ours[0][1]), len(theirs[0][1])]
     try:
-        return _merged([first, second], sizes, torch.cat, lambda lists: lists[0] + lists[1])
-    except Exception:  # what is beside the tensors differs, or a class of its own insists on its rows
+        return _combined([first, second], sizes, torch.cat, lambda lists: lists[0] + lists[1])
+    except Exception:  # entries without tensors differ, or a custom class insists on its number of rows
         return None
 
 
 class Collector:
-    """Takes batches until it has `size` samples `count` times; a batch whose size cannot be told is taken whole."""
+    """Collects `count` batches of `size` samples; a batch without a sample count is taken as a whole."""
 
     def __init__(self, size: int, count: int = 1) -> None:
         self._size = size
@@ -114,23 +120,23 @@ class Collector:
         return len(self.batches) == self._count and self._is_full(self.batches[-1])
 
     def _is_full(self, batch: Any) -> bool:
-        samples = samples_in(batch)
+        samples = sample_count(batch)
         return samples is None or samples >= self._size
 
     def add(self, batch: Any) -> None:
         if self.complete:
             return
         if self.batches and not self._is_full(self.batches[-1]):
-            larger = joined(self.batches[-1], batch)
+            larger = concatenated(self.batches[-1], batch)
             if larger is not None:
-                self.batches[-1] = owned(first_samples(larger, self._size))
+                self.batches[-1] = detached_copy(first_samples(larger, self._size))
                 return
         if len(self.batches) < self._count:
-            self.batches.append(owned(first_samples(batch, self._size)))
+            self.batches.append(detached_copy(first_samples(batch, self._size)))
 
 
 def fingerprint(batches: list[Any]) -> str:
-    """The same for equal tensors in the same places, on any device."""
+    """A hash of all tensors and their paths; the same on every device."""
     digest = hashlib.sha256()
     for batch in batches:
         for path, tensor in named_tensors(batch):
@@ -143,7 +149,7 @@ def fingerprint(batches: list[Any]) -> str:
 
 
 def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What a sparse or nested tensor is made of; a dense one as it is."""
+    """The components of a sparse or nested tensor; a dense one as it is."""
     if tensor.is_nested:
         return tensor.unbind()
     if tensor.layout is torch.sparse_coo:
@@ -158,26 +164,26 @@ def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _bytes(tensor: Tensor) -> bytes:
     flat = tensor.cpu().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # not by its storage, which is that of the whole batch for a part of it, and takes seconds for a megabyte
+    # not from its storage: for a slice that is the whole batch's, and reading it takes seconds per megabyte
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def stored(batches: list[Any]) -> list[list[Tensor]] | None:
-    """The tensors alone, on the CPU: what a checkpoint can hold whatever the containers are; None if too large.
+def storable_tensors(batches: list[Any]) -> list[list[Tensor]] | None:
+    """The tensors of all batches, on the CPU, without their containers; None if too large for a checkpoint.
 
-    None also for tensors of a class of their own, sparse and nested ones: a checkpoint with them could not be loaded
-    with `weights_only`, by anybody.
+    None also for tensor subclasses, sparse and nested tensors: a checkpoint that contains them cannot be loaded with
+    `weights_only`.
     """
     tensors = [[tensor for _, tensor in named_tensors(batch)] for batch in batches]
     if any(type(t) is not Tensor or t.layout is not torch.strided or t.is_nested for row in tensors for t in row):
         return None
-    if sum(t.numel() * t.element_size() for row in tensors for t in row) > MOST_STORED:
+    if sum(t.numel() * t.element_size() for row in tensors for t in row) > MAX_STORED_BYTES:
         return None
     return [[t.detach().cpu().clone() for t in row] for row in tensors]
 
 
-def restored(batches: list[Any], tensors: list[list[Tensor]]) -> list[Any] | None:
-    """`batches` with earlier tensors in them; None where these are of another kind."""
+def with_tensors(batches: list[Any], tensors: list[list[Tensor]]) -> list[Any] | None:
+    """`batches` with these tensors instead of their own; None if dtypes or shapes differ in more than the samples."""
     if len(batches) != len(tensors):
         return None
     result = []

@@ -1,4 +1,4 @@
-"""What a run has measured so far: a bounded list of snapshots that goes through a checkpoint."""
+"""The measurements of a run: a bounded list of snapshots that is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class History:
 
     @property
     def nodes(self) -> tuple[str, ...] | None:
-        """Of the latest measurement."""
+        """Those of the latest measurement of pairs."""
         return next((s.measurement.nodes for s in reversed(self._snapshots) if s.measurement is not None), None)
 
     def state_dict(self) -> list[dict[str, Any]]:

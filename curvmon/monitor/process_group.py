@@ -1,7 +1,7 @@
-"""The processes of a run: what they tell each other, and how they divide a measurement.
+"""The processes of a distributed run: who measures what, and how all of them get the same result.
 
-All of it goes through a group of its own (gloo, on the CPU), so that it never mixes with what the strategy sends. Every
-process calls the same collectives in the same order; within a measurement, one leads and the others answer.
+Collectives go through a gloo group of their own on the CPU, so that they never mix with those of the training strategy.
+Every rank calls the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -15,153 +15,110 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from curvmon.integrations.lightning.crew import (
-    Crew,
-    RemoteError,
-    all_gather_object,
-    broadcast_object_list,
-    computed,
-    gather_object,
-)
+from curvmon.errors import CurvmonError
 from curvmon.monitor.batch_samples import fingerprint
-from curvmon.monitor.recipe import Recipe
-from curvmon.operators.node_blocks import GraphOperator
+
+# bound at import: a measurement replaces these names in torch.distributed; some builds of torch have none of them
+all_gather_object: Any = getattr(dist, "all_gather_object", None)
+broadcast_object_list: Any = getattr(dist, "broadcast_object_list", None)
+
+
+class RemoteError(CurvmonError, RuntimeError):
+    """Another rank failed, or has a value that cannot be sent."""
 
 
 class Ranks:
-    """All processes, and among them those that divide the products of the pairs of layers.
+    """All ranks of a run. Rank 0 measures the pairs of layers; the last rank computes eigenvalues at the same time.
 
-    The last one looks for eigenvalues at the same time: a search that cannot be divided. Made by all processes at once.
-    `world` is the number of them that train together: torch.distributed may still be there after a run that has ended.
+    Must be constructed by all ranks together, as it creates a process group.
+
+    Args:
+        world_size: number of ranks that train together. A process group may outlive the run that created it, so
+            torch.distributed alone does not say.
+
+    Attributes:
+        world_size: 1 where torch.distributed is not initialized.
+        rank: of this process.
     """
 
-    def __init__(self, world: int, *, pairs: bool, spectrum: bool) -> None:
-        running = world > 1 and dist.is_available() and dist.is_initialized()
-        self.world = world if running else 1
-        self.rank = dist.get_rank() if running else 0
-        apart = pairs and spectrum and self.world > 1
-        self.spectrum_rank = self.world - 1 if apart else 0
-        self._members = list(range(self.world - 1 if apart else self.world)) if pairs else [0]
-        self._all = dist.new_group(backend="gloo") if self.world > 1 else None
-        several = len(self._members) > 1
-        self._team = dist.new_group(self._members, backend="gloo") if several else None
+    def __init__(self, world_size: int) -> None:
+        distributed = world_size > 1 and dist.is_available() and dist.is_initialized()
+        self.world_size = world_size if distributed else 1
+        self.rank = dist.get_rank() if distributed else 0
+        self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
 
     @property
-    def leads(self) -> bool:
+    def spectrum_rank(self) -> int:
+        return self.world_size - 1
+
+    @property
+    def measures_pairs(self) -> bool:
         return self.rank == 0
 
     @property
-    def assists(self) -> bool:
-        return self._team is not None and self.rank in self._members and not self.leads
+    def measures_spectrum(self) -> bool:
+        return self.rank == self.spectrum_rank
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every process, on all of them."""
-        if self._all is None:
+        """The values of all ranks, in the order of ranks, on all of them."""
+        if self._group is None:
             return [value]
-        values: list[Any] = [None] * self.world
-        all_gather_object(values, value, group=self._all)
+        values: list[Any] = [None] * self.world_size
+        all_gather_object(values, value, group=self._group)
         return values
 
-    def agreed(self, value: Any, source: int = 0) -> Any:
-        """What one process says, the first as a rule; RemoteError on all of them if it cannot be sent."""
-        if self._all is None:
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source`, on all ranks. Raises RemoteError on all of them if it cannot be pickled."""
+        if self._group is None:
             return value
-        box: list[Any] = [None]
+        message: list[Any] = [None]
         if self.rank == source:
             try:
-                box = [pickle.dumps(value)]
-            except Exception as error:  # the others are waiting
-                box = [f"process {source} cannot send {type(value).__name__}: {type(error).__name__}: {error}"]
-        broadcast_object_list(box, src=source, group=self._all)
-        if isinstance(box[0], str):
-            raise RemoteError(box[0])
-        return value if self.rank == source else pickle.loads(box[0])
+                message = [pickle.dumps(value)]
+            except Exception as error:  # the other ranks are waiting
+                message = [f"process {source} cannot send {type(value).__name__}: {type(error).__name__}: {error}"]
+        broadcast_object_list(message, src=source, group=self._group)
+        if isinstance(message[0], str):
+            raise RemoteError(message[0])
+        return value if self.rank == source else pickle.loads(message[0])
 
     def all_or_none(self, error: Exception | None) -> None:
-        """RemoteError on all processes if there is an error on any."""
-        told = self.gather(None if error is None else f"process {self.rank}: {type(error).__name__}: {error}")
-        failed = [one for one in told if one is not None]
-        if failed:
-            raise RemoteError(failed[0])
-
-    def team(self) -> Crew | None:
-        return Crew(self._team, self._members) if self._team is not None and self.leads else None
-
-    def assist(self, recipe: Recipe, module: Any, batches: list[Any], loss: Any) -> None:
-        """Answer the leader until it is done with all batches, whatever happens here."""
-        left = len(batches)
-
-        def serve(operator: GraphOperator | None) -> bool:
-            nonlocal left
-            left = left - 1 if self.serve(operator) else 0
-            return left > 0
-
-        try:
-            recipe.assist(module, batches, loss, serve)
-        except Exception:
-            while left:
-                serve(None)
-            raise
-
-    def decline(self, batches: int) -> None:
-        """This process cannot take part in the measurement of the pairs: do not keep the others waiting."""
-        team = self.team()
-        if team is not None:
-            with team.until(batches):
-                pass
-        left = batches if self.assists else 0
-        while left:
-            left = left - 1 if self.serve(None) else 0
-
-    def serve(self, operator: GraphOperator | None) -> bool:
-        """Answer the leader until it is done with this graph; False if it gives up altogether.
-
-        Without an operator (this process could not build its graph) every answer is an error.
-        """
-        while True:
-            box: list[Any] = [None]
-            broadcast_object_list(box, src=0, group=self._team)
-            what, tasks = box[0]
-            if what in ("finish", "quit"):
-                return bool(what == "finish")
-            answer: Any
-            try:
-                if operator is None:
-                    raise RemoteError("it could not run the model")
-                answer = computed(operator, what, tasks[self.rank])
-            except Exception as error:
-                answer = f"process {self.rank}: {type(error).__name__}: {error}"
-            gather_object(answer, dst=0, group=self._team)
+        """Raises RemoteError on all ranks if any of them has an error."""
+        errors = self.gather(None if error is None else f"process {self.rank}: {type(error).__name__}: {error}")
+        first = next((error for error in errors if error is not None), None)
+        if first is not None:
+            raise RemoteError(first)
 
 
 @contextmanager
 def same_buffers(ranks: Ranks, module: nn.Module) -> Iterator[None]:
-    """For the life of the context all processes have the buffers of the first, as parameters are the same anyway.
+    """Inside the context all ranks have the buffers of rank 0.
 
-    Running statistics of BatchNorm differ between processes, and products of different functions do not go together.
+    Running statistics of BatchNorm differ between ranks; pairs and eigenvalues must be those of the same function.
     """
-    held = [
+    buffers = [
         (owner._buffers, name, value)
         for owner in module.modules()
-        if ranks.world > 1 and not isinstance(owner, torch.jit.ScriptModule)
+        if ranks.world_size > 1 and not isinstance(owner, torch.jit.ScriptModule)
         for name, value in owner._buffers.items()
         if value is not None
     ]
-    marks = ranks.gather([_mark(value) for _, _, value in held])
-    odd = [entry for entry, several in zip(held, zip(*marks)) if len(set(several)) > 1]
-    first = ranks.agreed([value.detach().cpu() for _, _, value in odd]) if odd else []
+    fingerprints = ranks.gather([_fingerprint(value) for _, _, value in buffers])
+    differing = [entry for entry, prints in zip(buffers, zip(*fingerprints)) if len(set(prints)) > 1]
+    of_rank_0 = ranks.broadcast([value.detach().cpu() for _, _, value in differing]) if differing else []
     try:
-        for (buffers, name, value), other in zip(odd, first):
+        for (owner, name, value), replacement in zip(differing, of_rank_0):
             if ranks.rank:
-                buffers[name] = other.to(value.device)
+                owner[name] = replacement.to(value.device)
         yield
     finally:
-        for buffers, name, value in odd:
-            buffers[name] = value
+        for owner, name, value in differing:
+            owner[name] = value
 
 
-def _mark(buffer: Tensor) -> str:
+def _fingerprint(buffer: Tensor) -> str:
+    """Empty for a sparse or otherwise unusual buffer, which stays as it is."""
     try:
         return fingerprint([buffer])
-    except Exception:  # sparse or of another unusual kind: left as it is
+    except Exception:
         return ""

@@ -1,4 +1,4 @@
-"""The arguments of the callback: everything that can be wrong before there is a Trainer."""
+"""Checks the arguments of the callback that can be checked without a Trainer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from curvmon.records import METRICS
 
 
 def check_settings(**arguments: Any) -> None:
-    """Raises InputError with what is wrong and what it should be."""
+    """Raises InputError: which argument is wrong, and what it must be."""
     for name in ("probe_size", "probe_batches", "every_n_validations", "history_size"):
-        if not _is_whole(arguments[name]) or arguments[name] < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, not {arguments[name]!r}")
+        if not _is_integer(arguments[name]) or arguments[name] < 1:
+            raise InputError(f"{name} must be an integer of at least 1, not {arguments[name]!r}")
     every = arguments["every_n_train_steps"]
-    if every is not None and (not _is_whole(every) or every < 1):
-        raise InputError(f"every_n_train_steps must be None or a whole number of at least 1, not {every!r}")
-    if not _is_whole(arguments["eigenvalues"]) or arguments["eigenvalues"] < 0:
-        raise InputError(f"eigenvalues must be a whole number, 0 for none, not {arguments['eigenvalues']!r}")
+    if every is not None and (not _is_integer(every) or every < 1):
+        raise InputError(f"every_n_train_steps must be None or an integer of at least 1, not {every!r}")
+    if not _is_integer(arguments["eigenvalues"]) or arguments["eigenvalues"] < 0:
+        raise InputError(f"eigenvalues must be an integer, 0 for none, not {arguments['eigenvalues']!r}")
     if arguments["data"] not in ("val", "train"):
         raise InputError(f'data must be "val" or "train", not {arguments["data"]!r}')
     if isinstance(arguments["metrics"], str):
@@ -40,7 +40,7 @@ def check_settings(**arguments: Any) -> None:
         if not isinstance(arguments[name], bool):
             raise InputError(f"{name} must be True or False, not {arguments[name]!r}")
     if not isinstance(arguments["log_key_prefix"], str):
-        raise InputError(f'log_key_prefix must be a text, "probe/" say, not {arguments["log_key_prefix"]!r}')
+        raise InputError(f'log_key_prefix must be a string, "probe/" say, not {arguments["log_key_prefix"]!r}')
     if not (isinstance(arguments["log_pairs"], bool) or arguments["log_pairs"] == "auto"):
         raise InputError(f'log_pairs must be True, False or "auto", not {arguments["log_pairs"]!r}')
     if not isinstance(arguments["alerts"], (bool, AlertRules)):
@@ -53,10 +53,10 @@ def check_settings(**arguments: Any) -> None:
     check_arguments(nn.Identity(), _nothing if loss is None else loss, arguments["nodes"], arguments["output"], 0)
 
 
-def _is_whole(value: Any) -> bool:
-    """True is a 1 to Python, but nobody means that."""
+def _is_integer(value: Any) -> bool:
+    """bool is a subclass of int, but True is no count."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _nothing(model: Any, batch: Any) -> None:
-    """In the place of a loss that is to be found."""
+    """Stands for a loss that is derived from training_step."""

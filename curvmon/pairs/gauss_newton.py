@@ -17,7 +17,6 @@ from curvmon.graph.autograd import product
 from curvmon.graph.loss_curvature import Layout, dense_factor, sketch
 from curvmon.numerics import gaussian, norm_squared, precise, precise_dtype
 from curvmon.operators.node_blocks import BlockOperator, Columns, GraphOperator
-from curvmon.operators.teams import ALONE, Team, TeamOperator
 from curvmon.pairs.gauss_newton_factors import Cotangents, FactoredOperator, Factors, build
 
 MOST_COLUMNS = 24
@@ -140,8 +139,12 @@ def _flat(remainder: Columns, gauss_newton: Columns) -> frozenset[int]:
     return frozenset(v for v, (t, gn) in enumerate(sizes) if t <= (10 * eps) ** 2 * gn)
 
 
-def with_factors(operator: GraphOperator, known: Knowledge, team: Team = ALONE) -> BlockOperator:
-    """The cheapest way to the products; those with the graph are divided among the members of a team."""
+def with_factors(operator: GraphOperator, known: Knowledge) -> BlockOperator:
+    """The cheapest way to the products."""
     if known.factors is not None and known.is_exact and known.factors.rows is not None:
-        return FactoredOperator(operator.templates, lambda some: team.remainders(operator, some), known.factors)
-    return TeamOperator(operator, team)
+        return FactoredOperator(
+            operator.templates,
+            lambda requests: [operator.remainders(w, z) for w, z in requests],
+            known.factors,
+        )
+    return operator

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from curvmon.graph.arguments import check_budget
 from curvmon.graph.autograd import operations
 from curvmon.operators.finite_difference_check import recheck
+from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
-from curvmon.operators.teams import ALONE, Team
 from curvmon.pairs.estimator import PairEstimator
 from curvmon.pairs.gauss_newton import examine, with_factors
 from curvmon.records import REST, Measurement
@@ -93,9 +93,12 @@ def run_measurement(
     max_hvps: int | None,
     seed: int,
     clamp: bool = False,
-    team: Team = ALONE,
+    on_product: Callable[[int], None] | None = None,
 ) -> Measurement:
-    """`measure` for a monitor: with `clamp`, too small a `max_hvps` is raised to the least that gives an answer."""
+    """`measure` for a monitor: with `clamp`, too small a `max_hvps` is raised to the least that gives an answer.
+
+    `on_product` is called with the number of HVPs that were just computed.
+    """
     start = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
     reopen = functools.partial(open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim)
@@ -106,8 +109,9 @@ def run_measurement(
         counted = operations([*graph.tapped, graph.loss])
         del graph
         known = examine(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
+        operator = with_factors(session.operator, known)
         estimate = PairEstimator(
-            with_factors(session.operator, known, team),
+            operator if on_product is None else _Reporting(operator, on_product),
             session.names,
             rtol=rtol,
             max_hvps=max_hvps,
@@ -117,7 +121,7 @@ def run_measurement(
         ).run()
     names, value, functions = session.names, session.loss, session.operator.custom_functions
     notes = [*session.notes, *known.notes]
-    del session, known  # they hold the graph and the factors; another graph may follow
+    del session, known, operator  # they hold the graph and the factors; another graph may follow
     if functions:
         notes += recheck(reopen, functions)
     matrices = estimate.matrices
@@ -131,3 +135,18 @@ def run_measurement(
         notes=(*notes, *matrices.notes(), *estimate.notes),
         operations={name: dict(count) for name, count in zip((*names, REST), counted)},
     )
+
+
+class _Reporting:
+    """A `BlockOperator` that reports how many HVPs each call took."""
+
+    def __init__(self, operator: BlockOperator, on_product: Callable[[int], None]) -> None:
+        self._operator = operator
+        self._on_product = on_product
+        self.templates = operator.templates
+        self.price = operator.price
+
+    def columns(self, w: int, z: Tensor) -> Products:
+        products = self._operator.columns(w, z)
+        self._on_product(products.spent)
+        return products

@@ -6,6 +6,7 @@ writes what it saw of each into a file of its own. What it should have seen is s
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -26,9 +27,9 @@ from torch.distributed import all_reduce
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from curvmon import AlertRules, CurvatureMonitor
-from curvmon.monitor import taking
-from curvmon.monitor.budget import Plan
-from curvmon.monitor.recipe import Recipe
+from curvmon.integrations.lightning import training_step
+from curvmon.monitor import attempt
+from curvmon.monitor.budget import Budget, Plan
 from curvmon.operators.node_blocks import GraphOperator
 from tests.helpers.time_limits import no_overhead_limit
 
@@ -87,7 +88,7 @@ class Lit(pl.LightningModule):
 def counted() -> Iterator[dict[str, int]]:
     """Products and searches for eigenvalues that this process did itself."""
     work = {"columns": 0, "remainders": 0, "searches": 0}
-    originals = GraphOperator.columns, GraphOperator.remainders, Recipe.spectrum
+    originals = GraphOperator.columns, GraphOperator.remainders, attempt.measure_spectrum
 
     def columns(self: Any, w: int, z: Tensor) -> Any:
         work["columns"] += z.shape[1]
@@ -97,15 +98,16 @@ def counted() -> Iterator[dict[str, int]]:
         work["remainders"] += z.shape[1]
         return originals[1](self, w, z)
 
-    def spectrum(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def spectrum(*args: Any, **kwargs: Any) -> Any:
         work["searches"] += 1
-        return originals[2](self, *args, **kwargs)
+        return originals[2](*args, **kwargs)
 
-    GraphOperator.columns, GraphOperator.remainders, Recipe.spectrum = columns, remainders, spectrum  # type: ignore
+    GraphOperator.columns, GraphOperator.remainders = columns, remainders  # type: ignore[method-assign, assignment]
+    attempt.measure_spectrum = spectrum
     try:
         yield work
     finally:
-        GraphOperator.columns, GraphOperator.remainders, Recipe.spectrum = originals  # type: ignore
+        GraphOperator.columns, GraphOperator.remainders, attempt.measure_spectrum = originals  # type: ignore[method-assign]
 
 
 class World:
@@ -176,7 +178,7 @@ class World:
 # ---- scenarios ----
 
 
-def divided(kind: str, **options: Any) -> Callable[[World], dict[str, Any]]:
+def measured(kind: str, **options: Any) -> Callable[[World], dict[str, Any]]:
     """One measurement, on the final weights."""
     return lambda world: world.fit(Lit(kind), CurvatureMonitor(initial=False, **options))
 
@@ -206,12 +208,12 @@ def failing(kind: str, where: list[int], error: Exception, **options: Any) -> Ca
 
 
 def failing_product(world: World) -> dict[str, Any]:
-    """The graph is there; one product of the second process fails."""
+    """The graph is there; one product of the first process fails, while the second searches for eigenvalues."""
     original = GraphOperator.remainders
-    monitor = CurvatureMonitor(initial=False, eigenvalues=0)
+    monitor = CurvatureMonitor(initial=False, eigenvalues=2)
 
     def remainders(self: Any, w: int, z: Tensor) -> Any:
-        if monitor._validations == 1 and world.rank == 1:
+        if monitor._validations == 1 and world.rank == 0:
             raise RuntimeError("a broken product")
         return original(self, w, z)
 
@@ -223,10 +225,10 @@ def failing_product(world: World) -> dict[str, Any]:
 
 
 def unprepared(rank: int) -> Callable[[World], dict[str, Any]]:
-    """One process fails before the first measurement has begun there; the others are about to divide its products."""
+    """One process fails before the first measurement has begun there; another has begun to measure."""
 
     def scenario(world: World) -> dict[str, Any]:
-        original = taking.standing_still
+        original = training_step.standing_still
         monitor = CurvatureMonitor(initial=False, eigenvalues=0)
 
         def standing_still(trainer: Any) -> Any:
@@ -234,11 +236,11 @@ def unprepared(rank: int) -> Callable[[World], dict[str, Any]]:
                 raise RuntimeError("not prepared")
             return original(trainer)
 
-        taking.standing_still = standing_still
+        training_step.standing_still = standing_still
         try:
             return world.fit(Lit(), monitor, epochs=2)
         finally:
-            taking.standing_still = original
+            training_step.standing_still = original
 
     return scenario
 
@@ -402,9 +404,10 @@ def statistics(world: World) -> dict[str, Any]:
 
 
 def budget(world: World) -> dict[str, Any]:
-    """No allowance; the second process believes that it has plenty, and its clock says that nothing was spent."""
+    """No allowance; the second process believes that it has plenty. A second passes whenever a clock is read."""
     monitor = CurvatureMonitor(initial=False, eigenvalues=2, max_overhead=1e-9)
-    monitor._budget._free = 1e-6 if world.rank == 0 else 1e6
+    seconds = itertools.count()
+    monitor._recorder.budget = Budget(1e-9, 1e-6 if world.rank == 0 else 1e6, clock=lambda: float(next(seconds)))
     return world.fit(Lit(), monitor, epochs=3)
 
 
@@ -412,7 +415,7 @@ def share(world: World) -> dict[str, Any]:
     """All, half, nothing for the first process; the second would rather do the opposite."""
     monitor = CurvatureMonitor(initial=False, eigenvalues=2)
     plans = iter([1.0, 0.5, 0.0] if world.rank == 0 else [0.0, 0.0, 1.0])
-    monitor._budget.plan = lambda trained: Plan(next(plans))  # type: ignore[method-assign]
+    monitor._recorder.budget.plan = lambda: Plan(next(plans))  # type: ignore[method-assign]
     return world.fit(Lit(), monitor, epochs=3)
 
 
@@ -464,15 +467,14 @@ def alone(world: World) -> dict[str, Any]:
 OUT_OF_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: out of memory (simulated)")
 SCENARIOS: dict[int, dict[str, Callable[[World], dict[str, Any]]]] = {
     2: {
-        "silu": divided("silu", eigenvalues=3),
-        "relu": divided("relu", eigenvalues=3),
-        "shared": divided("gelu", eigenvalues=0),
-        "batches": divided("silu", eigenvalues=0, probe_batches=2, probe_size=8),
-        "error": failing("silu", [1], ValueError("only here"), eigenvalues=0),
+        "silu": measured("silu", eigenvalues=3),
+        "relu": measured("relu", eigenvalues=3),
+        "pairs": measured("gelu", eigenvalues=0),
+        "batches": measured("silu", eigenvalues=0, probe_batches=2, probe_size=8),
+        "error": failing("silu", [1], ValueError("only here"), metrics=[], eigenvalues=2),
         "error_of_the_first": failing("silu", [0], ValueError("only here"), eigenvalues=0),
         "error_in_the_search": failing("silu", [1], ValueError("only here"), eigenvalues=2),
-        "error_without_products": failing("relu", [1], ValueError("only here"), eigenvalues=0),
-        "memory": failing("silu", [1], OUT_OF_MEMORY, eigenvalues=0),
+        "memory": failing("silu", [1], OUT_OF_MEMORY, metrics=[], eigenvalues=2),
         "failing_product": failing_product,
         "unprepared": unprepared(1),
         "first_unprepared": unprepared(0),
@@ -499,11 +501,11 @@ SCENARIOS: dict[int, dict[str, Callable[[World], dict[str, Any]]]] = {
         "alone": alone,
     },
     3: {
-        "silu": divided("silu", eigenvalues=3),
-        "relu": divided("relu", eigenvalues=3),
-        "shared": divided("gelu", eigenvalues=0),
+        "silu": measured("silu", eigenvalues=3),
+        "relu": measured("relu", eigenvalues=3),
+        "pairs": measured("gelu", eigenvalues=0),
         "statistics": statistics,
-        "error": failing("silu", [1], ValueError("only here"), eigenvalues=2),
+        "error": failing("silu", [0], ValueError("only here"), eigenvalues=2),
         "error_in_the_search": failing("silu", [2], ValueError("only here"), eigenvalues=2),
     },
 }

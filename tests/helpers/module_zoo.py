@@ -796,7 +796,7 @@ MEASURED: dict[str, Case] = {
         regression_loss,
         val_batch=1,
         initial=False,
-        warns=("not measured before the first step: too few validation samples have passed",),
+        warns=("not measured before the first step: the sanity check has run on too few validation samples",),
     ),
     "detection": Case(
         Detector,

@@ -16,14 +16,14 @@ from torch import Tensor
 from curvmon.monitor import batch_samples as module_under_test
 from curvmon.monitor.batch_samples import (
     Collector,
+    concatenated,
+    detached_copy,
     fingerprint,
     first_samples,
     halves,
-    joined,
-    owned,
-    restored,
-    samples_in,
-    stored,
+    sample_count,
+    storable_tensors,
+    with_tensors,
 )
 
 
@@ -88,7 +88,7 @@ def assert_is(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_the_first_samples(kind: str, count: int) -> None:
     batch = made(kind, 0, 8)
-    assert samples_in(batch) == 8
+    assert sample_count(batch) == 8
     assert_is(first_samples(batch, count), made(kind, 0, count))
     assert_is(batch, made(kind, 0, 8))
     assert first_samples(batch, 8) is batch and first_samples(batch, 9) is batch
@@ -101,7 +101,7 @@ def test_halves_are_all_of_it(kind: str, size: int) -> None:
     assert parts is not None
     assert_is(parts[0], made(kind, 0, size // 2))
     assert_is(parts[1], made(kind, size // 2, size))
-    assert_is(joined(*parts), made(kind, 0, size))
+    assert_is(concatenated(*parts), made(kind, 0, size))
 
 
 @every_kind
@@ -109,20 +109,20 @@ def test_halves_are_all_of_it(kind: str, size: int) -> None:
 def test_joined_is_both(kind: str, split: int) -> None:
     """Two of the sizes are those of the containers: a pair of dicts is no list of two names."""
     first, second = made(kind, 0, split), made(kind, split, 5)
-    assert_is(joined(first, second), made(kind, 0, 5))
+    assert_is(concatenated(first, second), made(kind, 0, 5))
     assert_is(first, made(kind, 0, split))
 
 
 def test_what_does_not_fit_is_not_joined() -> None:
     x = torch.zeros(2, 3)
-    assert joined(x, torch.zeros(2, 4)) is None  # padded to another length
-    assert joined(x, x.double()) is None
-    assert joined((x, x), (x,)) is None
-    assert joined({"x": x}, {"y": x}) is None
-    assert joined({"x": x, "names": ["a", "b"]}, {"x": x}) is None
-    assert joined({"x": x, "names": ["a", "b"]}, {"x": x, "names": None}) is None
-    assert joined((x, torch.tensor(1.0)), (x, torch.tensor(1.0))) is None  # not made of rows
-    assert joined("names", "names") is None
+    assert concatenated(x, torch.zeros(2, 4)) is None  # padded to another length
+    assert concatenated(x, x.double()) is None
+    assert concatenated((x, x), (x,)) is None
+    assert concatenated({"x": x}, {"y": x}) is None
+    assert concatenated({"x": x, "names": ["a", "b"]}, {"x": x}) is None
+    assert concatenated({"x": x, "names": ["a", "b"]}, {"x": x, "names": None}) is None
+    assert concatenated((x, torch.tensor(1.0)), (x, torch.tensor(1.0))) is None  # not made of rows
+    assert concatenated("names", "names") is None
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_what_does_not_fit_is_not_joined() -> None:
     ids=["sequences", "images", "graph", "scalar", "text", "empty"],
 )
 def test_a_batch_that_is_not_made_of_rows_is_taken_whole(batch: Any) -> None:
-    assert samples_in(batch) is None
-    assert first_samples(batch, 1) is batch and halves(batch) is None and joined(batch, batch) is None
+    assert sample_count(batch) is None
+    assert first_samples(batch, 1) is batch and halves(batch) is None and concatenated(batch, batch) is None
     collector = Collector(1, 2)
     collector.add(batch)
     collector.add(batch)
@@ -153,14 +153,14 @@ def test_one_sample_has_no_halves() -> None:
 def test_owned_is_a_copy_that_can_be_differentiated() -> None:
     with torch.inference_mode():
         batch = {"x": torch.ones(2, 3), "names": ["a", "b"]}
-    kept = owned(batch)
+    kept = detached_copy(batch)
     with torch.inference_mode():
         batch["x"].zero_()  # type: ignore[attr-defined]
     assert kept["x"].eq(1).all() and not kept["x"].is_inference() and kept["names"] == ["a", "b"]
     weight = torch.ones(3, requires_grad=True)
     (kept["x"] @ weight).sum().backward()
     assert weight.grad is not None and weight.grad.eq(2).all()
-    assert not owned(torch.ones(2, requires_grad=True)).requires_grad
+    assert not detached_copy(torch.ones(2, requires_grad=True)).requires_grad
 
 
 # ---- collecting ----
@@ -249,36 +249,36 @@ def test_a_fingerprint_takes_few_calls() -> None:
 @every_kind
 def test_stored_tensors_come_back_into_another_batch(kind: str) -> None:
     wanted = [made(kind, 0, 4), made(kind, 4, 8)]
-    tensors = stored(wanted)
+    tensors = storable_tensors(wanted)
     assert tensors is not None and all(isinstance(t, Tensor) for row in tensors for t in row)
-    found = restored([made(kind, 20, 24), made(kind, 30, 34)], tensors)
+    found = with_tensors([made(kind, 20, 24), made(kind, 30, 34)], tensors)
     assert found is not None and fingerprint(found) == fingerprint(wanted)
     assert type(found[0]) is type(wanted[0]) or kind == "read-only"
 
 
 def test_stored_is_a_copy() -> None:
     batch = column(0, 4)
-    tensors = stored([batch])
+    tensors = storable_tensors([batch])
     batch.zero_()
     assert tensors is not None and torch.equal(tensors[0][0], column(0, 4))
 
 
 def test_what_is_of_another_kind_is_not_restored() -> None:
-    tensors = stored([(column(0, 4), torch.arange(4))])
+    tensors = storable_tensors([(column(0, 4), torch.arange(4))])
     assert tensors is not None
-    assert restored([(column(0, 2), torch.arange(2))], tensors) is not None  # another number of samples
-    assert restored([column(0, 4)], tensors) is None
-    assert restored([(column(0, 4), torch.arange(4).float())], tensors) is None
-    assert restored([(column(0, 4)[:, :2], torch.arange(4))], tensors) is None
-    assert restored([(column(0, 4), torch.arange(4))] * 2, tensors) is None
+    assert with_tensors([(column(0, 2), torch.arange(2))], tensors) is not None  # another number of samples
+    assert with_tensors([column(0, 4)], tensors) is None
+    assert with_tensors([(column(0, 4), torch.arange(4).float())], tensors) is None
+    assert with_tensors([(column(0, 4)[:, :2], torch.arange(4))], tensors) is None
+    assert with_tensors([(column(0, 4), torch.arange(4))] * 2, tensors) is None
 
 
 def test_large_batches_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = (column(0, 4), torch.arange(4))  # 48 and 32 bytes
-    monkeypatch.setattr(module_under_test, "MOST_STORED", 80)
-    assert stored([batch]) is not None
-    monkeypatch.setattr(module_under_test, "MOST_STORED", 79)
-    assert stored([batch]) is None
+    monkeypatch.setattr(module_under_test, "MAX_STORED_BYTES", 80)
+    assert storable_tensors([batch]) is not None
+    monkeypatch.setattr(module_under_test, "MAX_STORED_BYTES", 79)
+    assert storable_tensors([batch]) is None
 
 
 def test_the_make_of_a_tokenizer() -> None:
@@ -288,7 +288,7 @@ def test_the_make_of_a_tokenizer() -> None:
     def batch(first: int, last: int) -> Any:
         return encoding({"input_ids": column(first, last).long(), "labels": torch.arange(first, last)})
 
-    whole = joined(batch(0, 2), batch(2, 6))
+    whole = concatenated(batch(0, 2), batch(2, 6))
     assert isinstance(whole, encoding) and torch.equal(whole["labels"], torch.arange(6))
     assert torch.equal(first_samples(whole, 3).input_ids, column(0, 3).long())
     assert len(whole["labels"]) == 6 and torch.equal(copy.copy(whole)["labels"], torch.arange(6))

@@ -69,7 +69,7 @@ class Alerting:
                 fresh = find(self._alarms)
             except Exception as error:
                 warn(f"alerts failed at this measurement ({type(error).__name__}: {error}); training goes on")
-        fresh = ranks.agreed(fresh)
+        fresh = ranks.broadcast(fresh)
         self.told += fresh
         return fresh
 

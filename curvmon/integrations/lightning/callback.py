@@ -1,72 +1,86 @@
-"""The callback: when to measure in a run, on which batch, and what happens to the result. No mathematics."""
+"""The Lightning callback: when to measure, and what happens to the result. Hooks only, no mathematics."""
 
 from __future__ import annotations
 
-import copy
-import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 from curvmon.alerts.rules import AlertRules
-from curvmon.errors import CurvmonError, warn
+from curvmon.errors import CurvmonError
 from curvmon.integrations.lightning.alerting import Alerting
-from curvmon.integrations.lightning.callback_base import CallbackBase
-from curvmon.integrations.lightning.supported_runs import (
+from curvmon.integrations.lightning.compatibility import (
+    CallbackBase,
+    batches_that_stepped,
     check_nodes,
-    has_no_shape_yet,
-    refusal,
-    validates,
-    validates_unevenly,
+    has_lazy_tensors,
+    has_validation,
+    ranks_may_skip_validation,
+    unsupported,
 )
-from curvmon.monitor.budget import Budget, Plan
+from curvmon.integrations.lightning.recorder import Recorder
+from curvmon.monitor.budget import Budget
 from curvmon.monitor.history import History
-from curvmon.monitor.measuring import Measuring
-from curvmon.monitor.probe_batch import Probe
+from curvmon.monitor.measurement import MeasurementRunner
+from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
-from curvmon.monitor.recipe import Recipe, untold
+from curvmon.monitor.quantities import Settings
 from curvmon.monitor.settings import check_settings
-from curvmon.monitor.taking import Outcome
 from curvmon.records import METRICS, Alert, Measurement, Metric, Snapshot, Spectrum
-from curvmon.reporting.progress_bar import progress
 from curvmon.reporting.reporter import Report
 
-log = logging.getLogger("curvmon")
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+VERSION = 2
+"""of the state in checkpoints"""
 
 
 class CurvatureMonitor(CallbackBase):
-    """Measures the curvature between the layers of a network while it trains, and its top eigenvalues.
+    """Measures the curvature between the layers of a network during training, and its top eigenvalues.
 
-    `Trainer(callbacks=[CurvatureMonitor()])` is all: layers, loss and output are found. At the end of every validation
-    (and before the first step) R, C, D and GN-Gap of all pairs of layers and the ends of the spectrum of the loss
-    Hessian go to all loggers, and to `callback_metrics`. Training is bit for bit what it would be without.
+    `Trainer(callbacks=[CurvatureMonitor()])` is all it needs: layers, loss and output are found automatically. Before
+    the first step and after every validation, R, C, D and GN-Gap of all pairs of layers and the extremal eigenvalues of
+    the Hessian of the loss go to all loggers and to `callback_metrics`. Training is bit for bit the same as without.
 
     Args:
         nodes: submodule names or glob patterns, as in `curvmon.measure`; None chooses five to eight blocks.
         metrics: which of resonance, coupling, stable_rank, gn_gap to log; [] measures no pairs.
         eigenvalues: how many of the largest; 0 for none.
-        probe_size: samples in the batch that is measured; it is captured once and stays the same for the whole run.
-        probe_batches: how many such batches; several are measured one by one and averaged.
-        data: where the batch comes from, "val" or "train". Without validation, without a sanity check before the first
-            measurement, or where training_step does not take a validation batch, it is the first training batch.
-        every_n_validations: measure at every n-th validation (every n-th epoch where there is no validation).
+        probe_size: samples in the probe batch, which is captured once and stays the same for the whole run.
+        probe_batches: number of probe batches; several are measured one by one and averaged.
+        data: "val" or "train": where the probe batch comes from. It is the first training batch if there is no
+            validation, if the first measurement comes before any validation batch, or if training_step does not accept
+            a validation batch.
+        every_n_validations: measure at every n-th validation (every n-th epoch if there is no validation).
         every_n_train_steps: also every n optimizer steps.
-        initial: also before the first optimizer step, unless Lightning's sanity check has passed some, but less than
-            half of the validation samples that a probe batch is to have, or modules are still lazy.
-        loss: `loss(module, batch)` returns a scalar tensor; None: training_step in eval mode, its logging silenced.
-        output: name of the module that returns the predictions, where it cannot be found; see `curvmon.measure`.
+        initial: also before the first optimizer step. Skipped if Lightning's sanity check has run on fewer than half of
+            the samples of a probe batch, or if modules are still lazy.
+        loss: `loss(module, batch)` returns a scalar tensor; None: training_step in eval mode, without its logging.
+        output: name of the module that returns the predictions, if it is not found automatically; see
+            `curvmon.measure`.
         max_overhead: measuring takes at most this share of the training time, beyond 30 free seconds; None: no limit.
         rtol: relative standard error at which a measurement stops.
         log_pairs: log every pair as a scalar; "auto": up to six nodes. Means by distance are always logged.
-        heatmaps: log pictures too (needs matplotlib).
-        alerts: tell of abrupt changes and of what `AlertRules` name; False for none.
-        on_alert: a function that is called with every `Alert` (on the first process), or "stop" or "checkpoint".
-        seed: of the probes.
+        heatmaps: also log figures (needs matplotlib).
+        alerts: raise alerts on abrupt changes and on the rules of `AlertRules`; False for none.
+        on_alert: a function that is called with every `Alert` (on rank 0), or "stop" or "checkpoint".
+        seed: of the random probes.
         log_key_prefix: in front of every key; two monitors in one Trainer need different ones.
         verbose: print a line for every measurement.
-        strict: raise where a run cannot be monitored (FSDP, manual optimisation without `loss`) instead of warning.
+        strict: raise if a run cannot be monitored (FSDP, manual optimisation without `loss`) instead of warning.
         history_size: how many measurements are kept in `history`.
+
+    Attributes:
+        history: the latest `Measurement`s of pairs of layers, oldest first.
+        spectra: the latest `Spectrum`s, oldest first, without eigenvectors.
+        snapshots: both, with step and epoch.
+        alerts: all alerts of the run, oldest first, those before a resume included.
+        notices: events that are worth knowing but no reason to worry, such as the edge of stability.
+
+    Raises:
+        InputError: an argument has a wrong type or value, in the constructor.
+        NodeError: `nodes` or `output` match no module, before training starts.
+        CurvmonError: the run cannot be monitored, with `strict=True`, before training starts.
     """
 
     def __init__(
@@ -127,233 +141,143 @@ class CurvatureMonitor(CallbackBase):
         self._loss = loss
         self._prefix = log_key_prefix
         self._strict = strict
-        self._recipe = Recipe(
-            pairs=bool(self._metrics), nodes=self._nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
+        settings = Settings(bool(self._metrics), self._nodes, output, rtol, eigenvalues, seed)
+        self._recorder = Recorder(
+            MeasurementRunner(settings, ProbeBatch(probe_size, probe_batches, data)),
+            Budget(max_overhead),
+            History(history_size),
+            Alerting(alerts, on_alert, log_key_prefix),
+            Report(self._metrics, log_pairs, heatmaps, log_key_prefix, verbose),
+            loss,
         )
-        self._budget = Budget(max_overhead)
-        self._history = History(history_size)
-        self._probe = Probe(probe_size, probe_batches, data)
-        self._measuring = Measuring(self._recipe, self._probe, loss)
-        self._alerting = Alerting(alerts, on_alert, log_key_prefix)
-        self._report = Report(self._metrics, log_pairs, heatmaps, log_key_prefix, verbose)
         self._ranks: Ranks | None = None
         self._active = False
         self._loaded = False
         self._validations = 0
         self._measured_at: int | None = None
-        self._warned: set[str] = set()
-        self._clock: float | None = None
-        self._trained_before = 0.0
-        self._measured_before = 0.0
-
-    # ---- what a user looks at ----
 
     @property
     def history(self) -> list[Measurement]:
-        """The latest measurements of pairs of layers, oldest first."""
-        return [s.measurement for s in self._history if s.measurement is not None]
+        return [s.measurement for s in self._recorder.history if s.measurement is not None]
 
     @property
     def spectra(self) -> list[Spectrum]:
-        """The latest spectra, oldest first, without eigenvectors."""
-        return [s.spectrum for s in self._history if s.spectrum is not None]
-
-    @property
-    def alerts(self) -> list[Alert]:
-        """What was told in this run, oldest first; earlier runs of a resumed training included."""
-        return self._alerting.alerts
-
-    @property
-    def notices(self) -> list[Alert]:
-        """What is worth knowing but no reason to worry: the edge of stability was reached, say."""
-        return self._alerting.notices
+        return [s.spectrum for s in self._recorder.history if s.spectrum is not None]
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """Both, with step and epoch."""
-        return list(self._history)
+        return list(self._recorder.history)
+
+    @property
+    def alerts(self) -> list[Alert]:
+        return self._recorder.alerting.alerts
+
+    @property
+    def notices(self) -> list[Alert]:
+        return self._recorder.alerting.notices
 
     # ---- hooks: before training ----
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage not in ("fit", "validate"):
             return
-        reason = refusal(trainer, pl_module, self._loss is not None)
+        reason = unsupported(trainer, pl_module, self._loss is not None)
         self._active = reason is None
         if reason is not None:
             if self._strict:
                 raise CurvmonError(f"CurvatureMonitor cannot monitor this run: {reason}")
-            self._warn(f"this run is not monitored: {reason}. Training goes on without")
-        elif self._ranks is None or self._ranks.world != trainer.world_size:
-            self._ranks = Ranks(trainer.world_size, pairs=self._recipe.pairs, spectrum=self._recipe.eigenvalues > 0)
+            self._recorder.warn(f"this run is not monitored: {reason}. Training goes on without")
+        elif self._ranks is None or self._ranks.world_size != trainer.world_size:
+            self._ranks = Ranks(trainer.world_size)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._active:
+            output = self._recorder.runner.settings.output
             check_nodes(pl_module, self._nodes)
-            check_nodes(pl_module, None if self._recipe.output is None else [self._recipe.output])
-            if self._report.lacks_pictures:
-                self._warn("heatmaps need matplotlib (pip install matplotlib); numbers are logged all the same")
+            check_nodes(pl_module, None if output is None else [output])
+            if self._recorder.report.lacks_pictures:
+                self._recorder.warn(
+                    "heatmaps need matplotlib (pip install matplotlib); numbers are logged all the same"
+                )
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._active and trainer.global_step > 0 and not self._loaded and not len(self._history):
-            self._warn("the checkpoint has no state of this CurvatureMonitor: its series starts anew here")
-        self._trained_before, self._measured_before = self._budget.trained, self._budget.measured
-        self._clock = time.perf_counter()
-        self._measured_at = None  # another fit may count its steps from the start
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._active and trainer.global_step > 0 and not self._loaded and not len(self._recorder.history):
+            self._recorder.warn("the checkpoint has no state of this CurvatureMonitor: its history starts here")
+        self._recorder.budget.start_training()
+        self._measured_at = None  # another fit may count its steps from 0 again
 
-    # ---- hooks: batches as they pass ----
+    # ---- hooks: capture batches ----
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._probe.begin_validation()
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._recorder.runner.probe.start_validation()
 
     def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._active and dataloader_idx == 0:
-            self._probe.see("val", batch)
+            self._recorder.runner.probe.observe("val", batch)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if not self._active:
             return
-        self._probe.see("train", batch)
-        if self._initial and trainer.global_step == 0 and not len(self._history) and self._measured_at is None:
-            if self._waits(trainer, pl_module):
+        self._recorder.runner.probe.observe("train", batch)
+        if self._initial and trainer.global_step == 0 and not len(self._recorder.history) and self._measured_at is None:
+            reason = self._why_not_initial(trainer, pl_module)
+            if reason is None:
+                self._measure(trainer, pl_module, step=batches_that_stepped(trainer))
+            else:
                 self._measured_at = trainer.global_step
-                return
-            self._measure(trainer, pl_module, step=_step(trainer))
+                self._recorder.warn(f"not measured before the first step: {reason}")
 
-    def _waits(self, trainer: Any, pl_module: Any) -> bool:
-        """The sanity check has passed two samples of a loader that has many, say: better no measurement than that."""
+    def _why_not_initial(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
+        """A probe batch of the two samples of a sanity check, for example, would stay for the whole run."""
         assert self._ranks is not None
-        if has_no_shape_yet(pl_module):
-            self._warn("not measured before the first step: lazy modules get their parameters in it")
-            return True
+        if has_lazy_tensors(pl_module):
+            return "lazy modules get their parameters in it"
         if self._every_n_train_steps is not None:
-            return False
-        passed, all_of_them = trainer.num_sanity_val_batches[:1], trainer.num_val_batches[:1]
-        if not self._ranks.agreed(trainer.enable_validation and self._probe.is_short() and passed < all_of_them):
-            return False
-        self._warn(
-            "not measured before the first step: too few validation samples have passed for a probe batch; "
-            "a larger num_sanity_val_steps of the Trainer passes more"
+            return None
+        incomplete = trainer.num_sanity_val_batches[:1] < trainer.num_val_batches[:1]
+        if not self._ranks.broadcast(
+            trainer.enable_validation and self._recorder.runner.probe.is_short() and incomplete
+        ):
+            return None
+        return (
+            "the sanity check has run on too few validation samples for a probe batch; "
+            "a larger num_sanity_val_steps of the Trainer gives more"
         )
-        return True
 
-    # ---- hooks: moments to measure ----
+    # ---- hooks: measure ----
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._active:
-            self._alerting.see(trainer, pl_module, outputs)
+            self._recorder.alerting.see(trainer, pl_module, outputs)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
-            self._measure(trainer, pl_module, step=_step(trainer))
+            self._measure(trainer, pl_module, step=batches_that_stepped(trainer))
 
-    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._active and not trainer.sanity_checking and not validates_unevenly(trainer, pl_module):
-            self._validated(trainer, pl_module, step=_step(trainer))
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._active and not trainer.sanity_checking and not ranks_may_skip_validation(trainer, pl_module):
+            self._on_validated(trainer, pl_module, step=batches_that_stepped(trainer))
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._active and (not validates(trainer) or validates_unevenly(trainer, pl_module)):
-            # Lightning logs what belongs to the end of an epoch at its last step
-            self._validated(trainer, pl_module, step=max(0, _step(trainer) - 1))
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._active and (not has_validation(trainer) or ranks_may_skip_validation(trainer, pl_module)):
+            # Lightning logs the metrics of an epoch at its last step
+            self._on_validated(trainer, pl_module, step=max(0, batches_that_stepped(trainer) - 1))
 
-    def _validated(self, trainer: Any, pl_module: Any, step: int) -> None:
+    def _on_validated(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
         self._validations += 1
         due = self._validations % self._every_n_validations == 0
         if due and (trainer.global_step != self._measured_at or trainer.global_step == 0):
             self._measure(trainer, pl_module, step=step)
 
-    # ---- one measurement ----
-
-    def _measure(self, trainer: Any, pl_module: Any, step: int) -> None:
+    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
         assert self._ranks is not None
         self._measured_at = trainer.global_step
-        plan: Plan = self._ranks.agreed(self._budget.plan(self._trained()))
-        if plan.skips:
-            self._skipped(trainer, step)
-            return
-        began = time.perf_counter()
-        last = self._history.last
-        try:
-            with progress(trainer, None if last is None else last.hvps) as self._recipe.tick:
-                outcome = self._measuring.outcome(
-                    trainer, pl_module, self._ranks, plan.share, is_first=last is None, warn=self._warn
-                )
-        finally:
-            self._recipe.tick = untold
-        seconds = time.perf_counter() - began
-        self._budget.spent(seconds, plan)
-        # before the first step there was no training to be a share of: a point of 8000 would hide all later ones
-        overhead = self._budget.overhead(self._trained()) if trainer.global_step else float("nan")
-        clocks = self._ranks.agreed((seconds, overhead, self._budget.skipped))
-        if not outcome.succeeded:
-            self._failed(trainer, outcome, step)
-            return
-        snapshot = Snapshot(
-            step=step,
-            epoch=trainer.current_epoch,
-            measurement=outcome.measurement,
-            spectrum=outcome.spectrum,
-            seconds=clocks[0],
-            overhead=clocks[1],
-            skipped=clocks[2],
-        )
-        self._compare_nodes(snapshot)
-        fresh = self._alerting.look(trainer, pl_module, snapshot, list(self._history), self._ranks)
-        if outcome.kind == "diverged" and (last is None or last.spectrum is not None):
-            # the curvature of the parameters is not finite any more, although that between the layers still is
-            fresh += self._alerting.diverged(outcome.error, step, snapshot.epoch, self._ranks)
-        self._history.append(replace(snapshot, alerts=len(self.alerts)))
-        self._report.write(trainer, list(self._history), self.alerts, fresh)
-        self._alerting.tell(trainer, fresh)
-        # pictures and logging cost time as well
-        self._budget.measured += time.perf_counter() - began - seconds
-
-    def _skipped(self, trainer: Any, step: int) -> None:
-        """Points that are missing show as such, and the first one says why."""
-        self._report.skipped(trainer, self._budget.skipped, step)
-        if self._budget.skipped == 1 and trainer.is_global_zero:
-            log.info(
-                "curvmon leaves out measurements to stay within max_overhead=%g of the training time beyond 30 s; "
-                "max_overhead=None measures at every validation, heatmaps=False and fewer nodes make it cheaper",
-                self._budget.max_overhead,
-            )
-
-    def _compare_nodes(self, snapshot: Snapshot) -> None:
-        before = self._history.nodes
-        if before is not None and snapshot.measurement is not None and before != snapshot.measurement.nodes:
-            self._warn(
-                f"the nodes are {', '.join(snapshot.measurement.nodes)}, before they were {', '.join(before)}: "
-                "the series of pairs start anew"
-            )
-
-    def _failed(self, trainer: Any, outcome: Outcome, step: int) -> None:
-        """One warning of every kind; what cannot work later is not tried again."""
-        if outcome.kind == "diverged":
-            assert self._ranks is not None
-            fresh = self._alerting.diverged(outcome.error, step, trainer.current_epoch, self._ranks)
-            if fresh:
-                self._report.count(trainer, self.alerts, step)
-            self._alerting.tell(trainer, fresh)
-        if outcome.kind in ("permanent", "input"):
-            self._active = False
-            self._warn(f"not measured: {outcome.error}. This run is not monitored any more; training goes on")
-        else:
-            self._warn(
-                f"not measured: {outcome.error}. Training goes on; the next validation is tried again", outcome.kind
-            )
-
-    def _trained(self) -> float:
-        """Seconds of training so far, measuring left out, earlier runs of a resumed training included."""
-        if self._clock is None:
-            return self._budget.trained
-        measured = self._budget.measured - self._measured_before
-        return self._trained_before + max(0.0, time.perf_counter() - self._clock - measured)
-
-    def _warn(self, message: str, kind: str | None = None) -> None:
-        if (kind or message) not in self._warned:
-            self._warned.add(kind or message)
-            warn(message)
+        self._active = self._recorder.measure(trainer, pl_module, self._ranks, step)
 
     # ---- checkpoints ----
 
@@ -362,39 +286,19 @@ class CurvatureMonitor(CallbackBase):
         return f"CurvatureMonitor[{self._prefix}]" if self._prefix else "CurvatureMonitor"
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives, lists, dicts and tensors only: what `weights_only` loading accepts."""
-        return {
-            "version": 1,
-            "history": self._history.state_dict(),
-            "budget": self._budget.state_dict(),
-            "validations": self._validations,
-            **self._measuring.state_dict(),
-            **self._alerting.state_dict(),
-        }
+        """Primitives, lists, dicts and tensors only, so that it can be loaded with `weights_only`."""
+        return {"version": VERSION, "validations": self._validations, **self._recorder.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """All of the state; if it cannot be read, one warning and none of it."""
         self._loaded = True
-        if state_dict.get("version") != 1:
-            self._warn("the checkpoint's state of CurvatureMonitor is of another version: its series starts anew here")
-            return
-        try:
-            self._take_over(state_dict)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self._warn(f"the checkpoint's state of CurvatureMonitor cannot be read ({reason}): its series starts anew")
-
-    def _take_over(self, state: dict[str, Any]) -> None:
-        """All of it or nothing."""
-        history, budget, probe = copy.deepcopy((self._history, self._budget, self._probe))
-        history.load_state_dict(state["history"])
-        budget.load_state_dict(state["budget"])
-        probe.load_state_dict(state["probe"])
-        start, validations, products = state["start"], state["validations"], state["full_products"]
-        self._alerting.load_state_dict(state)
-        self._history, self._budget, self._probe, self._measuring.probe = history, budget, probe, probe
-        self._measuring.start, self._validations, self._recipe.full_products = start, validations, products
-
-
-def _step(trainer: Any) -> int:
-    """The x-axis of Lightning's own metrics (LearningRateMonitor takes it from the same place)."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        reason = "is of another version" if state_dict.get("version") != VERSION else None
+        if reason is None:
+            try:
+                validations = state_dict["validations"]
+                self._recorder.load_state_dict(state_dict)
+                self._validations = validations
+            except Exception as error:
+                reason = f"cannot be read ({type(error).__name__}: {error})"
+        if reason is not None:
+            self._recorder.warn(f"the checkpoint's state of CurvatureMonitor {reason}: its history starts here")

@@ -7,14 +7,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from curvmon.errors import LossError
-from curvmon.isolation.trainer_state import shadowed
+from curvmon.isolation.trainer_state import shadowed, standing_still
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 Loss = Callable[[Any, Any], Tensor]
 _WRITERS = (
@@ -24,12 +27,12 @@ _WRITERS = (
     ("tensorboardX", "SummaryWriter"),
     ("wandb", "Run"),
 )
-"""package and class of what a module may hold to write to a dashboard by itself"""
+"""package and class of attributes through which a module may write to a dashboard by itself"""
 _DASHBOARDS = {"wandb": ("run", "log"), "mlflow": ("log_metric", "log_metrics", "log_image", "log_figure", "log_text")}
-"""names in a package that do so without being handed anything"""
+"""functions and attributes of a package that write to a dashboard"""
 
 
-def step_loss(module: Any) -> Loss:
+def step_loss(module: pl.LightningModule) -> Loss:
     """`training_step(batch, 0)` as a loss of (model, batch)."""
     takes_index = _takes_two(module.training_step)
 
@@ -48,7 +51,7 @@ def step_loss(module: Any) -> Loss:
 
 @contextmanager
 def _not_stopped(trainer: Any) -> Iterator[None]:
-    """A step that ends training at a small loss has not seen that of the probe batch."""
+    """A step may end training at a small loss; that of the probe batch must not count."""
     before = getattr(trainer, "should_stop", None)
     try:
         yield
@@ -64,18 +67,25 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) >= 2
 
 
-def takes_iterator(module: Any) -> bool:
+def takes_iterator(module: pl.LightningModule) -> bool:
     """`training_step(self, dataloader_iter)` draws its batches itself."""
     return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
 @contextmanager
-def silenced(trainer: Any, module: nn.Module) -> Iterator[None]:
-    """What the step logs in the meantime goes nowhere: `self.log`, `self.logger`, `self.print`, `wandb.log`, a writer.
+def isolated_step(trainer: pl.Trainer, module: nn.Module) -> Iterator[None]:
+    """Inside the context a training step neither logs nor changes the Trainer, its optimizers or its schedulers."""
+    with standing_still(trainer), without_logging(trainer, module):
+        yield
 
-    `log` outside its place raises, or silently overwrites `callback_metrics`.
+
+@contextmanager
+def without_logging(trainer: pl.Trainer, module: nn.Module) -> Iterator[None]:
+    """Inside the context `self.log`, `self.logger`, `self.print`, `wandb.log` and summary writers do nothing.
+
+    Outside its hooks, `log` raises or overwrites `callback_metrics`.
     """
-    gathered = partial(_alone, trainer.world_size, getattr(module, "device", None))
+    gathered = partial(_gather_of_one, trainer.world_size, getattr(module, "device", None))
     with ExitStack() as stack:
         for inner in module.modules():
             if hasattr(inner, "log_dict") and hasattr(inner, "training_step"):
@@ -83,13 +93,13 @@ def silenced(trainer: Any, module: nn.Module) -> Iterator[None]:
                     shadowed(inner, log=_nothing, log_dict=_nothing, print=_nothing, all_gather=gathered)
                 )
             writers = [name for name, value in inner.__dict__.items() if _is_writer(value)]
-            stack.enter_context(shadowed(inner, **dict.fromkeys(writers, _DeafLogger())))
+            stack.enter_context(shadowed(inner, **dict.fromkeys(writers, _NullLogger())))
         for package, names in _DASHBOARDS.items():
             if getattr(sys.modules.get(package), names[0], None) is not None:
-                stack.enter_context(shadowed(sys.modules[package], **dict.fromkeys(names, _DeafLogger())))
+                stack.enter_context(shadowed(sys.modules[package], **dict.fromkeys(names, _NullLogger())))
         loggers = list(trainer.loggers)
         if loggers:
-            trainer.loggers = [_DeafLogger()]
+            trainer.loggers = [cast(Any, _NullLogger())]
             stack.callback(setattr, trainer, "loggers", loggers)
         yield
 
@@ -102,21 +112,21 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _alone(world: int, device: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """`all_gather` of one process: every process measures by itself, a collective would wait for the others.
+def _gather_of_one(world_size: int, device: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """`all_gather` of this rank alone: every rank measures by itself, and a collective would wait for the others.
 
-    Where there are several in training, the step expects a dimension for them.
+    If several ranks train, the step expects a dimension for them.
     """
 
     def gathered(value: Any) -> Tensor:
         tensor = torch.as_tensor(value, device=device)
-        return tensor.unsqueeze(0) if world > 1 else tensor
+        return tensor.unsqueeze(0) if world_size > 1 else tensor
 
     return apply_to_collection(data, (Tensor, bool, int, float), gathered)
 
 
-class _DeafLogger:
-    """Any attribute of it can be called, entered, iterated, and does nothing."""
+class _NullLogger:
+    """Every attribute can be called, entered or iterated over, and does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -103,7 +103,7 @@ def test_out_of_memory_later_halves_the_batch_for_the_rest_of_the_run() -> None:
 def test_out_of_memory_for_every_size_warns_once_and_retries_the_whole_batch() -> None:
     module, monitor = seeded(Hungry, lambda epoch: 0 if epoch in (1, 2) else 99), CurvatureMonitor()
     (said,) = trained(module, monitor, loaders(), max_epochs=4)
-    assert "not measured: RuntimeError: CUDA out of memory" in said and "the next validation is tried again" in said
+    assert "not measured: RuntimeError: CUDA out of memory" in said and "the next validation measures again" in said
     assert epochs_measured(monitor) == [0, 0, 3]
     assert not any("out of memory" in note for note in monitor.history[-1].notes)
     assert_same(monitor.history[-1], curvmon.measure(module, first_rows(PROBE), loss=regression_loss))
@@ -166,7 +166,7 @@ def test_nan_loss_warns_once_and_measuring_resumes() -> None:
     monitor = CurvatureMonitor()
     (said,) = trained(module, monitor, loaders(), max_epochs=5)
     assert "not measured: DivergedError: the loss is nan although inputs and parameters are finite" in said
-    assert "Training goes on; the next validation is tried again" in said
+    assert "Training goes on; the next validation measures again" in said
     assert epochs_measured(monitor) == [0, 0, 3, 4]
     assert_same(monitor.history[-1], curvmon.measure(module, first_rows(PROBE), loss=regression_loss))
 
@@ -364,16 +364,16 @@ def test_unknown_node_raises_before_training(options: Any, message: str) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({name: 0}, f"{name} must be a whole number of at least 1, not 0") for name in (
+        *(({name: 0}, f"{name} must be an integer of at least 1, not 0") for name in (
             "probe_size", "probe_batches", "every_n_validations", "history_size"
         )),
-        *(({name: 1.5}, f"{name} must be a whole number of at least 1, not 1.5") for name in (
+        *(({name: 1.5}, f"{name} must be an integer of at least 1, not 1.5") for name in (
             "probe_size", "probe_batches", "every_n_validations", "history_size"
         )),
-        ({"every_n_train_steps": 0}, "every_n_train_steps must be None or a whole number of at least 1, not 0"),
-        ({"every_n_train_steps": "5"}, "every_n_train_steps must be None or a whole number of at least 1, not '5'"),
-        ({"eigenvalues": -1}, "eigenvalues must be a whole number, 0 for none, not -1"),
-        ({"eigenvalues": 2.0}, "eigenvalues must be a whole number, 0 for none, not 2.0"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps must be None or an integer of at least 1, not 0"),
+        ({"every_n_train_steps": "5"}, "every_n_train_steps must be None or an integer of at least 1, not '5'"),
+        ({"eigenvalues": -1}, "eigenvalues must be an integer, 0 for none, not -1"),
+        ({"eigenvalues": 2.0}, "eigenvalues must be an integer, 0 for none, not 2.0"),
         ({"data": "test"}, "data must be \"val\" or \"train\", not 'test'"),
         ({"metrics": ["resonance", "sharpness"]}, "no metric 'sharpness'; the metrics are resonance, coupling"),
         ({"metrics": "resonance"}, r"metrics must be a list, \['resonance'\] say"),
@@ -383,13 +383,13 @@ def test_unknown_node_raises_before_training(options: Any, message: str) -> None
         ({"max_overhead": "5 %"}, "max_overhead must be None or a share of the training time, not '5 %'"),
         ({"rtol": 0.0}, "rtol must be positive, not 0.0"),
         ({"rtol": float("nan")}, "rtol must be positive, not nan"),
-        ({"probe_size": True}, "probe_size must be a whole number of at least 1, not True"),
-        ({"every_n_train_steps": True}, "every_n_train_steps must be None or a whole number of at least 1, not True"),
-        ({"eigenvalues": True}, "eigenvalues must be a whole number, 0 for none, not True"),
+        ({"probe_size": True}, "probe_size must be an integer of at least 1, not True"),
+        ({"every_n_train_steps": True}, "every_n_train_steps must be None or an integer of at least 1, not True"),
+        ({"eigenvalues": True}, "eigenvalues must be an integer, 0 for none, not True"),
         ({"max_overhead": True}, "max_overhead must be None or a share of the training time, not True"),
         ({"verbose": "no"}, "verbose must be True or False, not 'no'"),
         ({"heatmaps": None}, "heatmaps must be True or False, not None"),
-        ({"log_key_prefix": None}, 'log_key_prefix must be a text, "probe/" say, not None'),
+        ({"log_key_prefix": None}, 'log_key_prefix must be a string, "probe/" say, not None'),
         ({"log_pairs": "never"}, "log_pairs must be True, False or \"auto\", not 'never'"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), not -1"),
         ({"seed": 0.5}, "seed must be an integer, not 0.5"),
@@ -485,14 +485,15 @@ def test_checkpoint_without_the_monitor_warns(tmp_path: Path) -> None:
     run([], epochs=2, save=tmp_path / "a.ckpt")
     monitor = CurvatureMonitor()
     (said,) = run(monitor, epochs=3, ckpt=tmp_path / "a.ckpt")
-    assert "the checkpoint has no state of this CurvatureMonitor: its series starts anew here" in said
+    assert "the checkpoint has no state of this CurvatureMonitor: its history starts here" in said
     assert epochs_measured(monitor) == [2]
 
 
-def test_state_of_another_version_warns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [0, 1])
+def test_state_of_another_version_warns(version: int, tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=1, save=tmp_path / "a.ckpt")
     monitor = CurvatureMonitor()
-    said = run(monitor, epochs=2, ckpt=doctored(tmp_path / "a.ckpt", version=0))
+    said = run(monitor, epochs=2, ckpt=doctored(tmp_path / "a.ckpt", version=version))
     assert "of another version" in said[0] and epochs_measured(monitor) == [1]
 
 
@@ -500,7 +501,7 @@ def test_other_nodes_warn(tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=1, save=tmp_path / "a.ckpt")
     monitor = CurvatureMonitor(nodes=["net.0", "net.2"])
     (said,) = run(monitor, epochs=3, ckpt=tmp_path / "a.ckpt")
-    assert "the nodes are net.0, net.2, before they were net.0, net.2, net.4: the series of pairs start anew" in said
+    assert "the nodes are net.0, net.2, before they were net.0, net.2, net.4: values of pairs before and after" in said
     assert [len(found.nodes) for found in monitor.history] == [3, 3, 2, 2]
 
 
@@ -571,7 +572,7 @@ def test_resumed_in_the_middle_of_an_epoch(same_kind: bool, tmp_path: Path) -> N
     if same_kind:
         assert not said and [s.step for s in second.snapshots] == [0, 2, 3, 5, 7]
     else:
-        assert len(said) == 1 and "no batch has passed yet" in said[0]
+        assert len(said) == 1 and "no batch has been seen yet" in said[0]
         assert [s.step for s in second.snapshots] == [0, 3, 5, 7]
     assert_same(second.history[0], first.history[0])
     assert_same(second.history[-1], curvmon.measure(modules[0], first_rows(PROBE), loss=regression_loss))
@@ -584,7 +585,7 @@ def test_another_probe_batch_warns(tmp_path: Path) -> None:
     large = doctored(path, probe={**probe, "tensors": None})  # as of a batch that was too large to be stored
     assert not run(CurvatureMonitor(), epochs=2, ckpt=large)
     (said,) = run(CurvatureMonitor(), epochs=2, ckpt=large, val=OTHERS)
-    assert "the probe batch is not the one of the checkpoint: the series has a break here" in said
+    assert "the probe batch differs from that of the checkpoint: values before and after are not comparable" in said
 
 
 # ---- both Lightnings, and their command lines ----

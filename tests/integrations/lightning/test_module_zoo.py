@@ -150,15 +150,15 @@ def test_sharded_parameters_are_declined(name: str, reason: str) -> None:
 
 
 def test_module_without_training_step_is_declined() -> None:
-    from curvmon.integrations.lightning.supported_runs import refusal
+    from curvmon.integrations.lightning.compatibility import unsupported
 
     class Nothing(pl.LightningModule):
         pass
 
     trainer = pl.Trainer(**QUIET)
-    assert "the module has no training_step; pass loss=" in (refusal(trainer, Nothing(), False) or "")
-    assert refusal(trainer, Nothing(), True) is None
-    assert refusal(trainer, Regression(), False) is None
+    assert "the module has no training_step; pass loss=" in (unsupported(trainer, Nothing(), False) or "")
+    assert unsupported(trainer, Nothing(), True) is None
+    assert unsupported(trainer, Regression(), False) is None
 
 
 # ---- which samples are measured ----

@@ -19,8 +19,10 @@ import curvmon
 from curvmon import AlertRules, CurvatureMonitor
 from curvmon.alerts.context import circumstances
 from curvmon.errors import InputError, NonFiniteError
-from curvmon.monitor import taking
-from curvmon.monitor.recipe import Recipe
+from curvmon.integrations.lightning import training_step
+from curvmon.monitor import attempt
+from curvmon.monitor.attempt import Outcome, merge
+from curvmon.monitor.fallbacks import describe
 from tests.helpers.lightning_runs import QUIET, assert_same, doctored, first_rows, run, trained
 from tests.helpers.module_zoo import BATCH, PROBE, REGRESSION, REGRESSION_VAL, Regression, regression_loss
 
@@ -34,22 +36,22 @@ def loaders() -> tuple[Any, Any]:
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, measurements: set[int]) -> list[int]:
     """From now on searches fail at these measurements; counts them."""
-    original, calls = Recipe.spectrum, [0]
+    original, calls = attempt.measure_spectrum, [0]
 
-    def spectrum(self: Recipe, *args: Any, **kwargs: Any) -> Any:
+    def spectrum(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if calls[0] - 1 in measurements:
             raise error
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(Recipe, "spectrum", spectrum)
+    monkeypatch.setattr(attempt, "measure_spectrum", spectrum)
     return calls
 
 
 @pytest.mark.parametrize(
     "error",
     [RuntimeError("no luck"), NonFiniteError("not finite"), torch.OutOfMemoryError("CUDA out of memory")],
-    ids=["passing", "diverged", "memory"],
+    ids=["transient", "diverged", "memory"],
 )
 def test_pairs_are_reported_without_eigenvalues(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = failing(monkeypatch, error, {1, 2})
@@ -81,26 +83,26 @@ def test_impossible_eigenvalues_are_not_retried(monkeypatch: pytest.MonkeyPatch)
 def test_failed_pairs_fail_the_measurement() -> None:
     """Whatever has become of the eigenvalues on another process."""
     found: Any = object()
-    pairs, values = taking.Outcome(error="no", part="pairs"), taking.Outcome(error="none", part="spectrum")
-    measured = taking.Outcome(measurement=found)
-    assert taking._common([measured, values]).succeeded and taking._common([measured, values]).error == "none"
-    assert not taking._common([measured, pairs]).succeeded
-    assert not taking._common([measured, pairs, values]).succeeded
+    pairs, values = Outcome(error="no", part="pairs"), Outcome(error="none", part="spectrum")
+    measured = Outcome(measurement=found)
+    assert merge([measured, values]).succeeded and merge([measured, values]).error == "none"
+    assert not merge([measured, pairs]).succeeded
+    assert not merge([measured, pairs, values]).succeeded
 
 
 def test_failed_preparation_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(*args: Any) -> Any:
         raise AttributeError("a Trainer of another kind")
 
-    monkeypatch.setattr(taking, "standing_still", odd)
+    monkeypatch.setattr(training_step, "standing_still", odd)
     monitor = CurvatureMonitor()
     (said,) = trained(Regression(), monitor, loaders())
     assert "not measured: AttributeError: a Trainer of another kind. Training goes on" in said and not monitor.history
 
 
 def test_long_message_is_truncated() -> None:
-    told = taking._told(RuntimeError("x" * 5000 + "\nmore"))
-    assert told.startswith("RuntimeError: xxx") and told.endswith("x…") and len(told) < 330
+    message = describe(RuntimeError("x" * 5000 + "\nmore"))
+    assert message.startswith("RuntimeError: xxx") and message.endswith("x…") and len(message) < 330
 
 
 def test_warm_start_is_kept_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +118,7 @@ def test_warm_start_is_kept_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curvmon.Spectrum, "start_vector", lambda self: original(self).as_subclass(Elsewhere))
     monitor = CurvatureMonitor(metrics=[], eigenvalues=1, initial=False)
     assert not trained(Regression(), monitor, loaders())
-    assert len(moved) == 1 and type(monitor._measuring.start) is Tensor
+    assert len(moved) == 1 and type(monitor._recorder.runner._start) is Tensor
 
 
 def test_zero_or_nan_warm_start_is_ignored(tmp_path: Path) -> None:
@@ -245,8 +247,8 @@ def test_every_terminal_works(encoding: str | None, monkeypatch: pytest.MonkeyPa
             terminal.flush()
     assert len(monitor.history) == 2
     if encoding is not None:
-        told = written.getvalue().decode()
-        assert told.count("curvmon: step") == 2 and ("λ_1 " if encoding == "utf-8" else "?_1 ") in told
+        printed = written.getvalue().decode()
+        assert printed.count("curvmon: step") == 2 and ("λ_1 " if encoding == "utf-8" else "?_1 ") in printed
 
 
 # ---- states of other versions ----

@@ -15,7 +15,15 @@ from torch.utils.data import DataLoader
 
 from curvmon import CurvatureMonitor
 from curvmon.graph.pytree import map_all_tensors
-from curvmon.monitor.batch_samples import fingerprint, first_samples, halves, owned, restored, samples_in, stored
+from curvmon.monitor.batch_samples import (
+    detached_copy,
+    fingerprint,
+    first_samples,
+    halves,
+    sample_count,
+    storable_tensors,
+    with_tensors,
+)
 from tests.helpers.lightning_runs import QUIET, trained
 from tests.helpers.module_zoo import REGRESSION, Regression
 
@@ -128,9 +136,7 @@ def test_training_is_unchanged_and_the_batch_is_measured(kind: str, size: int) -
         else:
             said = trained(module, monitor, loaders(kind, size))
             if kind == "uncopyable":
-                assert (
-                    len(said) == 1 and "the batches that pass cannot be copied (RuntimeError: there is only" in said[0]
-                )
+                assert len(said) == 1 and "the batches cannot be copied (RuntimeError: there is only" in said[0]
                 assert not monitor.history
             else:
                 assert not said and len(monitor.history) == len(monitor.spectra) == 2
@@ -158,7 +164,7 @@ def test_checkpoints_can_be_written_and_loaded(kind: str, tmp_path: Path) -> Non
 def test_a_copy_shares_nothing_with_the_original() -> None:
     for batch in (Entries(x=torch.zeros(4), y=[torch.ones(4)]), Graph(torch.zeros(4), torch.ones(4))):
         before = [tensor for tensor in map_tensors_of(batch)]
-        copied = owned(batch)
+        copied = detached_copy(batch)
         for tensor in map_tensors_of(copied):
             tensor.add_(7.0)
         assert all(a is b for a, b in zip(before, map_tensors_of(batch)))
@@ -186,7 +192,7 @@ def test_mapping_that_cannot_be_copied_is_unchanged() -> None:
     batch = Shared(x=torch.zeros(8), y=torch.ones(8))
     before = dict(batch)
     with pytest.raises(ValueError, match="a Shared shares its entries with its copies; pass batches as a dict"):
-        owned(batch)
+        detached_copy(batch)
     assert first_samples(batch, 4) is batch and halves(batch) is None
     assert all(batch[key] is value for key, value in before.items())
 
@@ -196,8 +202,8 @@ def test_fingerprints_distinguish_sparse_and_nested_tensors() -> None:
     nested = [torch.nested.nested_tensor([x, x[:n]], layout=torch.jagged) for n in (1, 2)]
     batches = [x.to_sparse(), (2 * x).to_sparse(), x.to_sparse_csr(), x.to_sparse_csc(), *nested]
     assert len({fingerprint([batch]) for batch in batches}) == len(batches)
-    assert all(fingerprint([batch]) == fingerprint([owned(batch)]) for batch in batches)
+    assert all(fingerprint([batch]) == fingerprint([detached_copy(batch)]) for batch in batches)
     for batch in batches:
-        assert samples_in(batch) is None and stored([batch]) is None
-    assert stored([x.as_subclass(Image)]) is None
-    assert restored([nested[0]], [[x]]) is None
+        assert sample_count(batch) is None and storable_tensors([batch]) is None
+    assert storable_tensors([x.as_subclass(Image)]) is None
+    assert with_tensors([nested[0]], [[x]]) is None

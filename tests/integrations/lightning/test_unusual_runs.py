@@ -64,7 +64,7 @@ def test_empty_validation_loader_counts_as_none(val: Any) -> None:
 
 
 def test_training_batch_instead_of_a_validation_batch_is_noted() -> None:
-    note = "measured on the first training batch: no validation batch had passed by then"
+    note = "measured on the first training batch: there was no validation batch yet"
     for sanity, data, noted in ((0, "val", True), (2, "val", False), (0, "train", False)):
         monitor = CurvatureMonitor(eigenvalues=0, data=data)
         assert not trained(Regression(), monitor, loaders(), num_sanity_val_steps=sanity)
@@ -82,7 +82,7 @@ def test_memory_notes_keep_the_note_on_the_training_batch() -> None:
     assert not trained(Hungry(), monitor, (DataLoader(REGRESSION, BATCH), None))
     (found,) = monitor.history
     assert found.notes[:2] == (
-        "measured on the first training batch: no validation batch had passed by then",
+        "measured on the first training batch: there was no validation batch yet",
         "out of memory: measured on the first 4 samples of the batch",
     )
 

@@ -1,0 +1,137 @@
+"""What a monitor measures: the pairs of layers, and the spectrum of the Hessian w.r.t. the parameters.
+
+Both take a share of the HVPs of a full measurement. Neither knows of fallbacks, ranks or training loops.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from curvmon.metrics.mean_curvature import combined
+from curvmon.monitor.batch_samples import halves
+from curvmon.monitor.fallbacks import is_out_of_memory
+from curvmon.pairs.measure import run_measurement
+from curvmon.records import Measurement, Spectrum
+from curvmon.spectrum.spectrum import spectrum
+
+Loss = Callable[[Any, Any], Tensor]
+OnProduct = Callable[[int], None]
+"""called with the number of HVPs that were just computed"""
+Result = TypeVar("Result")
+SPECTRUM_RTOL = 1e-2
+"""of each eigenvalue: finer than a curve in a dashboard can show"""
+MAX_SPECTRUM_HVPS = 120
+"""eigenvalues that have not converged by then are reported with a note"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure, for the whole run."""
+
+    pairs: bool = True
+    nodes: Sequence[str] | None = None
+    output: str | None = None
+    rtol: float = 0.05
+    eigenvalues: int = 5
+    seed: int = 0
+
+
+def measure_pairs(
+    settings: Settings,
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss: Loss,
+    *,
+    max_hvps: float | None = None,
+    on_product: OnProduct | None = None,
+) -> Measurement:
+    """All pairs of layers, combined over batches; `max_hvps` is for all batches together."""
+    per_batch = None if max_hvps is None else max(1, round(max_hvps / len(batches)))
+    return combined(
+        [
+            run_measurement(
+                model,
+                batch,
+                loss=loss,
+                nodes=settings.nodes,
+                output=settings.output,
+                batch_dim=0,
+                rtol=settings.rtol,
+                max_hvps=per_batch,
+                seed=settings.seed,
+                clamp=True,
+                on_product=on_product,
+            )
+            for batch in batches
+        ]
+    )
+
+
+def measure_spectrum(
+    settings: Settings,
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss: Loss,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    start: Tensor | None = None,
+    share: float = 1.0,
+    on_product: OnProduct | None = None,
+) -> tuple[Spectrum, Tensor]:
+    """Extremal eigenvalues and trace over all batches; also the start vector of the next search, on the CPU.
+
+    A start vector that does not fit (layers were frozen or unfrozen) or has no direction is ignored.
+    """
+    if start is not None and len(start) != sum(p.numel() for p in model.parameters() if p.requires_grad):
+        start = None
+    if start is not None and not 0 < torch.linalg.vector_norm(start).item() < float("inf"):
+        start = None
+
+    def search(parts: Sequence[Any]) -> Spectrum:
+        return spectrum(
+            model,
+            parts[0],
+            more_batches=parts[1:],
+            loss=loss,
+            k=settings.eigenvalues,
+            start=start,
+            seed=settings.seed,
+            optimizer=optimizer,
+            rtol=SPECTRUM_RTOL,
+            max_hvps=max(settings.eigenvalues + 5, round(share * MAX_SPECTRUM_HVPS)),
+            verify=False,
+            ggn=share >= 1,
+            trace=share >= 1,
+            on_product=on_product,
+        )
+
+    result = _in_parts(list(batches), search)
+    if share < 1:
+        result = replace(result, notes=(*result.notes, "trace and Gauss-Newton eigenvalue skipped to save time"))
+    # on the CPU: until the next measurement, training needs the memory of the device
+    return result.without_vectors(), result.start_vector().cpu()
+
+
+def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:
+    """`run`; when out of memory again with every batch split in half: the same numbers, in more passes."""
+    while True:
+        try:
+            return run(batches)
+        except (RuntimeError, MemoryError) as error:
+            parts = [halves(batch) for batch in batches] if is_out_of_memory(error) else None
+            if parts is None or all(part is None for part in parts):
+                raise
+        release_memory()
+        batches = [piece for batch, part in zip(batches, parts) for piece in (part or (batch,))]
+
+
+def release_memory() -> None:
+    """Tensors of a failed attempt may still be in reference cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a device

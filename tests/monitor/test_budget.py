@@ -1,0 +1,178 @@
+"""Measuring takes its share of a run and no more, whatever a measurement costs. The clock is a fake."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from curvmon.monitor.budget import FREE_SECONDS, LEAST_SHARE, Budget, Plan
+from tests.helpers.fake_clock import FakeClock
+
+Costs = Callable[[random.Random], float]
+
+
+def budget_with(max_overhead: float | None, free: float = FREE_SECONDS) -> tuple[Budget, FakeClock]:
+    """In training since now."""
+    clock = FakeClock()
+    budget = Budget(max_overhead, free, clock)
+    budget.start_training()
+    return budget, clock
+
+
+def spend(budget: Budget, clock: FakeClock, seconds: float, plan: Plan) -> float:
+    with budget.measuring(plan):
+        return clock.advance(seconds)
+
+
+def simulate(
+    budget: Budget, clock: FakeClock, cost: Costs, *, validations: int = 1000, interval: float = 10.0, seed: int = 0
+) -> Any:
+    """Training, and at every validation a measurement, a full one at `cost` seconds, a smaller one at its share."""
+    generator, trained, costs, shares = random.Random(seed), 0.0, [], []
+    for _ in range(validations):
+        trained += clock.advance(interval * generator.uniform(0.5, 1.5))
+        plan = budget.plan()
+        shares.append(plan.share)
+        if not plan.skips:
+            costs.append(spend(budget, clock, plan.share * cost(generator), plan))
+    return SimpleNamespace(trained=trained, costs=costs, shares=shares, spent=sum(costs))
+
+
+COSTS: dict[str, Costs] = {
+    "cheap": lambda g: 0.01,
+    "expensive": lambda g: 8.0,
+    "noisy": lambda g: g.lognormvariate(1.0, 1.0),
+    "two kinds": lambda g: g.choice([0.1, 60.0]),
+    "nothing or much": lambda g: g.choice([0.0, 0.0, 100.0]),
+    "more expensive than the run": lambda g: 5000.0,
+}
+
+
+@pytest.mark.parametrize("max_overhead", [0.0, 0.01, 0.05, 0.5])
+@pytest.mark.parametrize("free", [0.0, FREE_SECONDS])
+@pytest.mark.parametrize("name", COSTS)
+def test_overhead_is_bounded(name: str, free: float, max_overhead: float) -> None:
+    """spent <= free + max_overhead * trained + one measurement, at every moment."""
+    for seed in range(3):
+        budget, clock = budget_with(max_overhead, free)
+        run = simulate(budget, clock, COSTS[name], seed=seed)
+        assert budget.measured == pytest.approx(run.spent)
+        assert budget.trained == pytest.approx(run.trained)
+        assert run.spent <= free + max_overhead * run.trained + max(run.costs)
+        assert run.costs and budget.skipped == run.shares.count(0.0)
+        assert all(share == 0 or LEAST_SHARE <= share <= 1 for share in run.shares)
+        assert budget.overhead == pytest.approx(run.spent / run.trained)
+
+
+def test_overhead_is_bounded_at_every_moment() -> None:
+    (budget, clock), generator, trained, largest = budget_with(0.05, 3.0), random.Random(1), 0.0, 0.0
+    for _ in range(1000):
+        trained += clock.advance(generator.expovariate(0.2))
+        plan = budget.plan()
+        if not plan.skips:
+            cost = spend(budget, clock, plan.share * generator.lognormvariate(0.0, 1.5), plan)
+            largest = max(largest, cost)
+        assert budget.measured <= 3.0 + 0.05 * trained + largest
+
+
+def test_the_allowance_is_used() -> None:
+    """Measurements of 8 s every 10 s of training, 5 % allowed: one in sixteen in the long run."""
+    run = simulate(*budget_with(0.05), COSTS["expensive"])
+    assert run.spent >= 0.9 * (FREE_SECONDS + 0.05 * run.trained)
+    assert 0.0 in run.shares and 1.0 in run.shares and any(LEAST_SHARE <= share < 1 for share in run.shares)
+
+
+def test_measurements_that_fit_are_full_ones() -> None:
+    assert set(simulate(*budget_with(0.05), COSTS["cheap"]).shares) == {1.0}
+    assert set(simulate(*budget_with(None), COSTS["more expensive than the run"]).shares) == {1.0}
+
+
+def test_the_free_seconds_come_first() -> None:
+    budget, clock = budget_with(0.0, free=10.0)
+    shares = []
+    for _ in range(6):
+        plan = budget.plan()
+        shares.append(plan.share)
+        if not plan.skips:
+            spend(budget, clock, 4.0 * plan.share, plan)
+    # 4 + 4, then half of one with the two seconds left, then nothing
+    assert shares == [1.0, 1.0, 0.5, 0.0, 0.0, 0.0]
+    assert budget.measured == 10.0 and budget.skipped == 3
+
+
+def test_less_than_a_quarter_is_skipped_until_one_fits() -> None:
+    budget, clock = budget_with(0.1, free=0.0)
+    spend(budget, clock, 8.0, budget.plan())  # the cost is not known yet
+    clock.advance(80.0)
+    assert budget.plan().skips  # 8 seconds allowed, all of them spent
+    clock.advance(19.0)
+    assert budget.plan().skips  # 1.9 are less than a quarter of 8
+    clock.advance(1.0)
+    assert budget.plan().share == 0.25
+    clock.advance(40.0)
+    assert budget.plan().share == 0.75
+    clock.advance(20.0)
+    assert budget.plan().share == 1.0
+    assert budget.skipped == 2
+
+
+def test_one_slow_measurement_does_not_end_it() -> None:
+    """A busy machine once: a hundred times the usual; the allowance catches up."""
+    costs = iter([1.0] * 10 + [100.0] + [1.0] * 1000)
+    run = simulate(*budget_with(0.05), lambda generator: next(costs), validations=600)
+    assert 0.0 in run.shares
+    assert run.shares[-100:].count(0.0) < 100 and len(run.costs) > 100
+
+
+def test_a_failed_measurement_counts() -> None:
+    budget, clock = budget_with(0.05, free=1.0)
+    clock.advance(5.0)
+    with pytest.raises(KeyboardInterrupt), budget.measuring(budget.plan()):
+        clock.advance(3.0)
+        raise KeyboardInterrupt
+    assert budget.measured == 3.0 and budget.trained == 5.0
+
+
+def test_a_clock_that_goes_back_does_not_count() -> None:
+    budget, clock = budget_with(0.05, free=1.0)
+    clock.advance(5.0)
+    spend(budget, clock, 3.0, budget.plan())
+    clock.advance(-4.0)
+    assert budget.plan().skips and budget.trained == 5.0
+    assert budget.overhead == 3.0 / 5.0
+
+
+def test_without_training_there_is_no_overhead() -> None:
+    clock = FakeClock()
+    budget = Budget(0.05, clock=clock)
+    assert budget.overhead == 0.0
+    spend(budget, clock, 3.0, budget.plan())
+    assert budget.overhead == 0.0 and budget.trained == 0.0 and budget.measured == 3.0
+
+
+def test_reporting_counts_but_is_not_part_of_the_cost_of_a_measurement() -> None:
+    budget, clock = budget_with(0.0, free=10.0)
+    spend(budget, clock, 4.0, budget.plan())
+    with budget.reporting():
+        clock.advance(4.0)
+    assert budget.measured == 8.0 and budget.last_seconds == 4.0
+    assert budget.plan().share == 0.5  # of 4 seconds
+    assert budget.trained == 0.0
+
+
+def test_state_goes_through_a_checkpoint() -> None:
+    (first, first_clock), (second, second_clock) = budget_with(0.05), budget_with(0.05)
+    before = simulate(first, first_clock, COSTS["noisy"], validations=50)
+    second.load_state_dict(first.state_dict())
+    for budget in (first, second):
+        budget.start_training()
+    assert second.trained == first.trained == before.trained
+    runs = [
+        simulate(budget, clock, COSTS["noisy"], validations=50, seed=1)
+        for budget, clock in ((first, first_clock), (second, second_clock))
+    ]
+    assert runs[0].shares == runs[1].shares and first.state_dict() == second.state_dict()
