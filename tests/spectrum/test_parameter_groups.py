@@ -92,7 +92,6 @@ def test_phi_of_some_of_the_parameters_is_that_of_their_own_hessian() -> None:
     assert abs(found.phi - true) < 4 * found.phi_stderr
 
 
-@pytest.mark.slow
 def test_errors_of_phi_are_honest() -> None:
     """z-scores over seeds: the 95 % interval covers in about 95 % of them."""
     model, batch = make("mlp")
