@@ -56,6 +56,11 @@ class Request:
     """of the eigenvalue search"""
     on_product: OnProduct | None = None
 
+    @property
+    def max_hvps(self) -> float | None:
+        """For the pairs; None: as many as a full measurement takes."""
+        return None if self.share >= 1 or self.full_hvps is None else self.share * self.full_hvps
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -95,10 +100,26 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
             stack.enter_context(torch.autograd.set_detect_anomaly(False))
             stack.enter_context(secluded(ranks.world_size))
             if "pairs" in request.parts and ranks.measures_pairs:
-                measurement = _pairs(target, request)
+                measurement = measure_pairs(
+                    request.settings,
+                    target.model,
+                    request.batches,
+                    target.loss,
+                    max_hvps=request.max_hvps,
+                    on_product=request.on_product,
+                )
             spectrum, part = None, "spectrum"
             if "spectrum" in request.parts and ranks.measures_spectrum:
-                spectrum, start = _spectrum(target, request)
+                spectrum, start = measure_spectrum(
+                    request.settings,
+                    target.model,
+                    request.batches,
+                    target.loss,
+                    optimizer=target.optimizer,
+                    start=request.start,
+                    share=request.share,
+                    on_product=request.on_product,
+                )
         own = Outcome(measurement, spectrum)
     except Exception as error:
         own = Outcome(measurement, error=describe(error), kind=classify(error), part=part)
@@ -108,31 +129,6 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
     if outcome.succeeded and "spectrum" in request.parts:
         start = _shared(start, ranks)
     return replace(outcome, start=start)
-
-
-def _pairs(target: Target, request: Request) -> Measurement:
-    limited = request.share < 1 and request.full_hvps is not None
-    return measure_pairs(
-        request.settings,
-        target.model,
-        request.batches,
-        target.loss,
-        max_hvps=request.share * request.full_hvps if limited and request.full_hvps is not None else None,
-        on_product=request.on_product,
-    )
-
-
-def _spectrum(target: Target, request: Request) -> tuple[Spectrum, Tensor]:
-    return measure_spectrum(
-        request.settings,
-        target.model,
-        request.batches,
-        target.loss,
-        optimizer=target.optimizer,
-        start=request.start,
-        share=request.share,
-        on_product=request.on_product,
-    )
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:

@@ -164,7 +164,7 @@ def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _bytes(tensor: Tensor) -> bytes:
     flat = tensor.cpu().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # not from its storage: for a slice that is the whole batch's, and reading it takes seconds per megabyte
+    # not from its storage: for a slice that is the whole batch's, and takes seconds per megabyte
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -141,7 +141,9 @@ class CurvatureMonitor(CallbackBase):
         self._loss = loss
         self._prefix = log_key_prefix
         self._strict = strict
-        settings = Settings(bool(self._metrics), self._nodes, output, rtol, eigenvalues, seed)
+        settings = Settings(
+            pairs=bool(self._metrics), nodes=self._nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
+        )
         self._recorder = Recorder(
             MeasurementRunner(settings, ProbeBatch(probe_size, probe_batches, data)),
             Budget(max_overhead),
