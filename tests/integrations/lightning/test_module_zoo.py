@@ -42,7 +42,13 @@ def assert_defined(found: curvmon.Measurement, case: Case) -> None:
         assert found.gn_gap.isnan().all() and any("gn_gap is NaN" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("name", MEASURED)
+LANGUAGE_MODELS = {name for name in MEASURED if "transformers" in name or "language model" in name}
+"""they take a second each, the others a few tenths"""
+QUICK = [name for name in MEASURED if name not in LANGUAGE_MODELS]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MEASURED if name in LANGUAGE_MODELS]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_matches_measure_called_by_hand(name: str) -> None:
     """The last measurement is of the final weights, on the first validation samples, with the loss of the step."""
     case = MEASURED[name]
