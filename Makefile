@@ -1,13 +1,17 @@
-# `make test` and `make demo` need Python 3.11 (or the one named in PYTHON) and nothing else.
+# `make test`, `make test-fast` and `make demo` need Python 3.11 (or the one named in PYTHON) and nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test demo screenshots docs bench bench-spectrum bench-alerts lint format types check clean
+.PHONY: test test-fast demo screenshots docs bench bench-spectrum bench-alerts lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
+
+# for daily work: every package, without the tests marked slow (under 90 seconds on two idle cores)
+test-fast: $(READY)
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target))
     train, val = random_split(data, [0.8, 0.2])
 
-    monitor = CurvatureMonitor(nodes=["layers.*"], verbose=True)
+    monitor = CurvatureMonitor(nodes=["layers.*"], max_overhead=None, verbose=True)
     logger = CSVLogger(options.out, name="csv")
     trainer = pl.Trainer(
         accelerator="cpu",

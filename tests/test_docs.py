@@ -36,6 +36,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.usefixtures("no_overhead_limit")
 @pytest.mark.parametrize("path", [README, QUICK_START], ids=lambda path: path.name)
 def test_code_runs(path: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)

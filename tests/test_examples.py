@@ -19,6 +19,9 @@ import pytest
 import torch
 
 from examples import attention_against_mlp, character_gpt, image_classifier, plain_pytorch, quickstart
+from tests.helpers.time_limits import PATIENCE
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -79,7 +82,7 @@ def test_every_example_is_run_by_a_test() -> None:
     assert {path.parent.name if path.stem == "main" else path.stem for path in programs} <= used
 
 
-def test_a_classifier_of_digits(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_image_classifier(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monitor = image_classifier.main(["--epochs", "2", "--width", "4", "--activation", "silu", "--out", str(out)])
     assert len(monitor.history) == 3
     assert monitor.history[-1].nodes == ("model.stem", "model.layer1", "model.layer2", "model.layer3")
@@ -114,7 +117,7 @@ def test_cifar10_from_either_kind_of_file(out: Path) -> None:
     assert torch.isfinite(monitor.history[-1].resonance).all()
 
 
-def test_a_gpt(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_character_gpt(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--context", "16", "--width", "16", "--depth", "2", "--steps", "30", "--every", "15"]
     monitor = character_gpt.main([*size, "--out", str(out)])
     assert [moment.step for moment in monitor.snapshots] == [0, 14, 29]
@@ -152,7 +155,7 @@ def test_the_three_models_have_as_many_parameters() -> None:
     assert len({sum(p.numel() for p in model.parameters()) for model in models}) == 1
 
 
-def test_a_loop_of_ones_own_notices_the_mishap_and_nothing_else(out: Path) -> None:
+def test_plain_pytorch_loop_raises_one_alert(out: Path) -> None:
     alerts = plain_pytorch.main(["--steps", "300", "--every", "6", "--out", str(out)])
     assert len(alerts) == 1
     step, alert = alerts[0]
@@ -163,7 +166,7 @@ def test_a_loop_of_ones_own_notices_the_mishap_and_nothing_else(out: Path) -> No
     assert logged["loss"][30] < 0.3 < 2 < logged["loss"][-1]
 
 
-def test_a_command_line_with_a_configuration(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_with_a_configuration(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     from examples.cli import main as cli
 
@@ -178,10 +181,10 @@ def test_a_command_line_with_a_configuration(out: Path, monkeypatch: pytest.Monk
     assert any("curvmon.CurvatureMonitor" in path.read_text() for path in out.rglob("config.yaml"))
 
 
-def test_two_processes(out: Path) -> None:
+def test_two_processes_have_the_same_numbers(out: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "ddp.py"), "--epochs", "1", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
     assert done.returncode == 0, done.stderr
     assert "2 processes have the same numbers" in done.stdout
     logged = columns(out)
@@ -189,7 +192,7 @@ def test_two_processes(out: Path) -> None:
         assert len(logged[key]) == 2 and all(map(math.isfinite, logged[key]))
 
 
-def test_a_transformers_model(out: Path) -> None:
+def test_hugging_face_model(out: Path) -> None:
     pytest.importorskip("transformers")
     from examples import hugging_face
 

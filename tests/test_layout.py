@@ -1,4 +1,4 @@
-"""Imports point one way, and the package is what its metadata says."""
+"""Imports point one way, tests mirror the package, and the package is what its metadata says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import curvmon
 
 PACKAGE = Path(curvmon.__file__).parent
+ROOT = Path(__file__).parent
+TESTS = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     "errors",
     "numerics",
@@ -61,6 +63,23 @@ def test_imports_point_one_way(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_modules_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_share_helpers_only(path: Path) -> None:
+    """What two test modules need is in tests/helpers."""
+    shared = {name for name in imported(path) if name.split(".")[0] == "tests"}
+    assert [name for name in sorted(shared) if not name.startswith("tests.helpers")] == []
+
+
+def test_tests_mirror_the_package() -> None:
+    folders = {path.parent.relative_to(ROOT) for path in TESTS} - {Path(), Path("helpers")}
+    assert [folder for folder in sorted(folders) if not (PACKAGE / folder / "__init__.py").exists()] == []
+
+
+def test_helpers_say_what_they_are_for() -> None:
+    helpers = [path for path in (ROOT / "helpers").glob("*.py") if path.name != "__init__.py"]
+    assert [path.name for path in helpers if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
 def test_importing_curvmon_pulls_in_neither_lightning_nor_loggers() -> None:

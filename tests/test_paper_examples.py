@@ -30,6 +30,8 @@ from examples.paper import (
 )
 from examples.paper.report import Table
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def digits_one_thread_and_the_same_random_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -68,11 +70,11 @@ def test_stable_rank_grows_with_the_bottleneck_and_stays_below_its_width() -> No
     assert set(claims(exp2_bottleneck.main(["--tiny", "--seeds", "1"])).values()) == {"holds"}
 
 
-def test_gaps_rank_by_the_bend_of_the_activation() -> None:
+def test_gaps_rank_by_the_curvature_of_the_activation() -> None:
     table = exp3_activations.main(["--tiny"])
     assert table["ranking of the gaps"].verdict == "holds"
-    bends = [table[f"without LayerNorm, {name}: E[σ''²]"].mean for name in ("ReLU", "Softplus", "SiLU", "GELU")]
-    assert bends[0] == 0 and bends == sorted(bends)
+    moments = [table[f"without LayerNorm, {name}: E[σ''²]"].mean for name in ("ReLU", "Softplus", "SiLU", "GELU")]
+    assert moments[0] == 0 and moments == sorted(moments)
     for name in ("ReLU", "LeakyReLU"):
         assert set(table[f"without LayerNorm, {name}: gap"].values) == {0.0}
         assert table[f"with LayerNorm, {name}: gap"].mean > 0.1  # LayerNorm is smooth

@@ -11,6 +11,8 @@ import torch
 
 from examples import closed_forms, edge_of_stability, gauss_newton_error
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread_and_the_same_random_state() -> Iterator[None]:

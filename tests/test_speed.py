@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +12,8 @@ import curvmon
 from benchmarks.networks import Decoder, classification_loss, next_token_loss, residual_gelu
 from curvmon.records import METRICS
 from tests.helpers.resnet import resnet18
+
+pytestmark = pytest.mark.slow
 
 
 def test_six_residual_gelu_blocks_take_72_products() -> None:

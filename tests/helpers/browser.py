@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.helpers.time_limits import PATIENCE
+
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
@@ -85,13 +87,13 @@ class Browser:
         os.close(self._out)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def call(self, method: str, timeout: float = 60.0, **parameters: Any) -> dict[str, Any]:
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE
         while True:
             answer = self._message(deadline)
             if answer.get("id") == self._count:
@@ -124,8 +126,8 @@ class Browser:
             raise RuntimeError(found["exceptionDetails"])
         return found["result"].get("value")
 
-    def wait(self, expression: str, timeout: float = 30.0) -> Any:
-        deadline = time.monotonic() + timeout
+    def wait(self, expression: str) -> Any:
+        deadline = time.monotonic() + PATIENCE
         while not (found := self.look(expression)):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"never true: {expression}\nThe page reads: {self.look('text()')[:3000]}")
@@ -143,14 +145,14 @@ def tensorboard(logs: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), "--samples_per_plugin", "images=100"]
     command += ["--host", "127.0.0.1", "--port", "0"]
     with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True) as process,
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) as process,
     ):
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE
             while True:
-                said.seek(0)
-                output = said.read()
+                log.seek(0)
+                output = log.read()
                 if found := re.search(r"http://127\.0\.0\.1:\d+/", output):
                     break
                 if process.poll() is not None or time.monotonic() > deadline:

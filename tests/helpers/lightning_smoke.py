@@ -60,7 +60,7 @@ def main(package: str) -> None:
         "log_every_n_steps": 1,
     }
     with tempfile.TemporaryDirectory() as folder:
-        monitor = CurvatureMonitor(eigenvalues=2, heatmaps=False)
+        monitor = CurvatureMonitor(eigenvalues=2, heatmaps=False, max_overhead=None)
         trainer = lightning.Trainer(max_epochs=2, callbacks=[monitor], logger=loggers.CSVLogger(folder), **quiet)
         trainer.fit(classifier())
         assert len(monitor.history) == 3 and all(m.resonance.isfinite().all() for m in monitor.history)
@@ -68,7 +68,7 @@ def main(package: str) -> None:
         assert "hessian/lambda_1" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
         path = Path(folder) / "run.ckpt"
         trainer.save_checkpoint(path)
-        again = CurvatureMonitor(eigenvalues=2, heatmaps=False)
+        again = CurvatureMonitor(eigenvalues=2, heatmaps=False, max_overhead=None)
         lightning.Trainer(max_epochs=3, callbacks=[again], logger=False, enable_checkpointing=False, **quiet).fit(
             classifier(), ckpt_path=path
         )
@@ -77,7 +77,7 @@ def main(package: str) -> None:
         config.write_text(
             f"trainer:\n  max_epochs: 1\n  logger: false\n  default_root_dir: {folder}\n  enable_progress_bar: false\n"
             "  callbacks:\n    - class_path: curvmon.CurvatureMonitor\n"
-            "      init_args:\n        eigenvalues: 1\n        nodes: ['model.*']\n"
+            "      init_args:\n        eigenvalues: 1\n        max_overhead: null\n        nodes: ['model.*']\n"
         )
         built = cli.LightningCLI(classifier, args=["fit", "--config", str(config)], save_config_callback=None)
         (found,) = (c for c in built.trainer.callbacks if isinstance(c, CurvatureMonitor))

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests.helpers.time_limits import PATIENCE
+
 Rows = list[tuple[int, dict[str, float]]]
 """(step, numbers by key), in the order in which they were written"""
 Pictures = dict[str, dict[int, np.ndarray]]
@@ -112,14 +114,14 @@ def _row(items: Any) -> dict[str, Any]:
     return row
 
 
-def _finished_records(path: Path, patience: float = 60.0) -> list[Any]:
+def _finished_records(path: Path) -> list[Any]:
     """`finish` returns before W&B's own process has written the file (0.31): wait for the record of the exit."""
-    until = time.monotonic() + patience
+    deadline = time.monotonic() + PATIENCE
     while True:
         records = list(_wandb_records(path))
         if any(record.WhichOneof("record_type") == "exit" for record in records):
             return records
-        assert time.monotonic() < until, f"{path} was not finished in {patience} s"
+        assert time.monotonic() < deadline, f"{path} was not finished in {PATIENCE} s"
         time.sleep(0.05)
 
 

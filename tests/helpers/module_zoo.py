@@ -38,7 +38,7 @@ class Case:
     note: str = ""
     """one that must be there"""
     gap: bool = True
-    """GN-Gap is known"""
+    """GN-Gap is defined"""
     warns: tuple[str, ...] = ()
     initial: bool = True
     """measured before the first step as well"""
@@ -55,7 +55,7 @@ class Case:
         return train, val if self.second_val is None else [val, DataLoader(self.second_val, BATCH)]
 
     def probe_batch(self) -> Any:
-        """Collated anew from the first samples: not a matter of slicing batches."""
+        """Collated again from the first samples: not a matter of slicing batches."""
         samples = self.val if self.of == "val" else self.train
         assert samples is not None
         collate = (self.val_collate or self.collate) if self.of == "val" else self.collate
@@ -495,7 +495,7 @@ class FrozenBackbone(Lit):
 
 
 class Distillation(Lit):
-    """A frozen teacher under no_grad beside the student."""
+    """A student and its frozen teacher, under no_grad."""
 
     def __init__(self) -> None:
         super().__init__()

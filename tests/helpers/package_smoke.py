@@ -57,8 +57,8 @@ def main() -> None:
     assert curvmon.spectrum(module.model, batch, loss=loss, k=2).converged.all()
 
     loader = DataLoader(TensorDataset(*batch), batch_size=16)
-    monitor = curvmon.CurvatureMonitor()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+    monitor = curvmon.CurvatureMonitor(max_overhead=None)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         logger = CSVLogger(folder)
         trainer = pl.Trainer(
@@ -68,7 +68,7 @@ def main() -> None:
         columns = Path(logger.log_dir, "metrics.csv").read_text().splitlines()[0]
     assert len(monitor.history) == 3 and "hessian/lambda_1" in columns and "coupling/mean_d1" in columns
     missing = find_spec("matplotlib") is None
-    assert any("need matplotlib" in str(warning.message) for warning in told) == missing
+    assert any("need matplotlib" in str(warning.message) for warning in caught) == missing
     print(f"curvmon {curvmon.__version__}, torch {torch.__version__}, {'no ' if missing else ''}matplotlib: ok")
 
 

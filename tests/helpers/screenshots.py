@@ -65,7 +65,7 @@ def take(browser: Browser, address: str, page: Page, dark: bool, moment: int) ->
         "Emulation.setDeviceMetricsOverride", width=width, height=page.height, deviceScaleFactor=1, mobile=False
     )
     browser.open(f"{address}?darkMode={json.dumps(dark)}&{page.query}{page.tab}")
-    browser.wait(page.ready, timeout=120)
+    browser.wait(page.ready)
     for action in page.act:
         browser.look(f"{action.replace('STEP', str(moment))} ?? true")
     picture = b""

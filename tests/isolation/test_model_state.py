@@ -22,6 +22,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import curvmon
+from tests.helpers.time_limits import PATIENCE
 
 Batch = tuple[Tensor, Tensor]
 both = pytest.mark.parametrize("run", [curvmon.measure, curvmon.exact])
@@ -350,7 +351,7 @@ def in_thread(target: Callable[[], Any]) -> threading.Thread:
 
 def assert_ends(*threads: threading.Thread) -> None:
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -390,7 +391,7 @@ def test_second_thread_waits_for_first(number: Callable[..., float], shared: boo
 
     def second_loss(model: nn.Module, batch: Batch) -> Tensor:
         second_inside.set()
-        first_left.wait(10)
+        first_left.wait(PATIENCE)
         return plain_loss(model, batch)
 
     one = network()
@@ -403,7 +404,7 @@ def test_second_thread_waits_for_first(number: Callable[..., float], shared: boo
         first_left.set()
 
     def second() -> None:
-        first_inside.wait(10)
+        first_inside.wait(PATIENCE)
         result["second"] = number(other, batch, second_loss)
 
     before = process()

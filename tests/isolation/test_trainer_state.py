@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from curvmon import CurvatureMonitor
+from tests.helpers.lightning_runs import QUIET
 from tests.helpers.module_zoo import BATCH, REGRESSION, REGRESSION_VAL, Regression
 from tests.helpers.state_differences import differences, flattened
-from tests.integrations.lightning.test_module_zoo import QUIET
 
 
 class Data(pl.LightningDataModule):

@@ -28,6 +28,7 @@ from tests.helpers.dense_blocks import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.5, 1.0, 2.0])
 def test_intervals_cover_the_truth(decay: float) -> None:
     """Of the 95 % intervals, 90 to 99 % hold the truth, for each metric over 150 seeds and all pairs."""
@@ -38,12 +39,14 @@ def test_intervals_cover_the_truth(decay: float) -> None:
     assert all(share > 0.98 for share in coverage(found, 4).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cross_entropy", "mse"])
 def test_intervals_cover_the_truth_on_a_network(kind: str) -> None:
     shares = coverage(network_deviations(kind, range(60)))
     assert all(0.90 <= share <= 0.99 for share in shares.values()), shares
 
 
+@pytest.mark.slow
 def test_estimates_are_unbiased() -> None:
     operator = problem(1.0)
     squares = [estimate(operator, seed).matrices.get("resonance", 0, 1) ** 2 for seed in range(200)]
@@ -71,6 +74,7 @@ def test_a_node_with_one_remaining_probe_is_exact_and_cheap() -> None:
     assert found.hvps < 2 * sum(sizes)
 
 
+@pytest.mark.slow
 def test_a_flat_spectrum_widens_the_error_of_the_stable_rank_honestly() -> None:
     """D of a hundred cannot be found with few directions: what the spectral norm lacks is estimated, with an error."""
     matrix = symmetric(0.05, 4, size=600)

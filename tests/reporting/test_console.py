@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +60,8 @@ def test_long_measurement_has_a_progress_bar(
     assert all(0 < products <= most for (_, products), most in zip(reversed(opened), reversed(spent)))
 
 
-def test_short_measurement_has_no_progress_bar(opened: list[tuple[str, int]]) -> None:
+def test_short_measurement_has_no_progress_bar(opened: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # no time passes
     fit(TQDMProgressBar(), CurvatureMonitor(eigenvalues=1, heatmaps=False))
     assert opened == []
 

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.browser import Browser, chromium, tensorboard
+from tests.helpers.time_limits import PATIENCE
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SPIKE_STEP = 311
@@ -34,7 +37,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
             environment |= {"OMP_NUM_THREADS": "1", "HOME": str(out)}  # no key in a .netrc either
             command = [sys.executable, "-m", "examples.demo", "--out", str(out)]
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, timeout=600, text=True,
+                command, cwd=ROOT, env=environment, timeout=PATIENCE, text=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             assert done.returncode == 0, done.stdout
@@ -42,7 +45,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return out
 
 
-def test_the_demo_tells_of_its_accident_and_of_nothing_else(demo: Path) -> None:
+def test_demo_raises_one_alert_at_the_learning_rate_spike(demo: Path) -> None:
     printed = (demo / "printed.txt").read_text()
     lines = printed.splitlines()
     assert printed.count("ALERT") == 1
@@ -59,7 +62,7 @@ def measured(demo: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["hessian/lambda_1"]]
 
 
-def test_the_demo_writes_logs_and_pictures(demo: Path) -> None:
+def test_demo_writes_logs_and_pictures(demo: Path) -> None:
     rows = measured(demo)
     assert len(rows) == 17
     assert [row["curvmon/alerts"] for row in rows] == ["0.0"] * 13 + ["1.0"] * 4
@@ -87,7 +90,7 @@ def shows(page: tuple[Browser, str], tab: str, *expected: str) -> Browser:
     browser, address = page
     browser.open(f"{address}{tab}")
     for words in expected:
-        browser.wait(f"text().includes({words!r})", timeout=60)
+        browser.wait(f"text().includes({words!r})")
     return browser
 
 
@@ -104,12 +107,12 @@ def test_custom_layout(page: tuple[Browser, str]) -> None:
         page, "#custom_scalars", "curvature between layers", "resonance by distance", "GN-Gap by distance",
         "spectrum of the Hessian", "top eigenvalues", "alerts so far",
     )  # fmt: skip
-    browser.wait("text().includes('Matches (4)') && text().includes('Matches (5)')", timeout=60)
+    browser.wait("text().includes('Matches (4)') && text().includes('Matches (5)')")
 
 
 def test_heatmaps(page: tuple[Browser, str]) -> None:
     browser = shows(page, "#images", *(f"heatmap/{metric}" for metric in METRICS))
-    browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5", timeout=60)
+    browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5")
     widths = browser.look("tagged('img').map(image => image.naturalWidth)")
     assert max(widths) <= 700  # wider ones are shrunk until their text cannot be read
 
@@ -121,8 +124,8 @@ def test_alert_text(page: tuple[Browser, str], demo: Path) -> None:
 
 def test_dark_mode(page: tuple[Browser, str]) -> None:
     browser = shows(page, "?darkMode=true#images", "heatmap/coupling")
-    browser.wait("document.body.classList.contains('dark-mode')", timeout=60)
-    browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5", timeout=60)
+    browser.wait("document.body.classList.contains('dark-mode')")
+    browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5")
     # read back from the page: an opaque white corner, whatever is behind the picture
     corner = """(() => {
         const canvas = document.createElement('canvas'), image = tagged('img')[0];

@@ -160,6 +160,7 @@ def test_agrees_with_dense_hessian(name: str, kind: str) -> None:
         assert (errors < 1e-4 * abs(true)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["normalised", "gated", "many outputs", "attention", "samples interact"])
 def test_stderr_is_calibrated(name: str) -> None:
     """± 1.96 standard errors cover the truth in about 95 % of 80 repetitions."""

@@ -20,6 +20,9 @@ from curvmon.alerts.manager import AlertManager
 from curvmon.reporting.figures import heatmap, spectrum_over_time
 from tests.helpers.disturbed_runs import fit
 from tests.helpers.logger_readers import TensorBoard, Wandb
+from tests.helpers.time_limits import PATIENCE
+
+pytestmark = pytest.mark.slow
 
 QUIET = 12
 """epochs before the event"""
@@ -225,7 +228,7 @@ def test_two_processes_give_one_alert(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[3],
         env={**environment, "OMP_NUM_THREADS": "1"},
         check=True,
-        timeout=120,
+        timeout=PATIENCE,
         capture_output=True,
     )
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]

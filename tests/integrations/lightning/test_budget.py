@@ -13,8 +13,8 @@ from curvmon import CurvatureMonitor
 from curvmon.monitor.attempt import Outcome, attempt
 from curvmon.monitor.budget import FREE_SECONDS, Budget
 from tests.helpers.fake_clock import FakeClock
+from tests.helpers.lightning_runs import QUIET
 from tests.helpers.module_zoo import BATCH, REGRESSION, REGRESSION_VAL, Regression
-from tests.integrations.lightning.test_module_zoo import QUIET
 
 
 class Timed(pl.Callback):

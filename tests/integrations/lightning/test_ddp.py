@@ -25,8 +25,11 @@ from curvmon.metrics.mean_curvature import combined
 from curvmon.monitor.quantities import SPECTRUM_RTOL
 from curvmon.records import METRICS, Measurement
 from tests.helpers.ddp_run import SCENARIOS, Lit
+from tests.helpers.time_limits import PATIENCE
 
-STUCK = 60
+pytestmark = pytest.mark.slow
+
+STUCK = PATIENCE
 """seconds without any progress: a deadlock"""
 AGREEMENT = 1e-4
 """relative: float32 products, batched in other ways"""

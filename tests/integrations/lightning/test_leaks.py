@@ -1,4 +1,4 @@
-"""Leaks: the comparison of two runs finds those that are there, and the monitor has none, neither memory nor hooks."""
+"""The comparison of two runs finds every leak, and the monitor leaks neither memory nor hooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curvmon.integrations.lightning.callback import CurvatureMonitor
 from tests.helpers import side_effects as hazards
 from tests.helpers import stateful_modules as stateful
-from tests.integrations.lightning.test_no_trace import Case, monitor_of, run, traces
+from tests.helpers.compared_runs import Case, monitor_of, run, traces
 
 
 def _one_ulp(module: Any) -> None:
@@ -74,7 +74,7 @@ class Leaky(pl.Callback):
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_the_comparison_finds(name: str) -> None:
+def test_comparison_finds_every_leak(name: str) -> None:
     module, leak = LEAKS[name]
     case = Case(module, validation=name == "callback metric")
     try:
@@ -84,7 +84,7 @@ def test_the_comparison_finds(name: str) -> None:
     assert traces(without, leaking)
 
 
-def test_the_comparison_finds_nothing_where_nothing_is() -> None:
+def test_comparison_of_equal_runs_is_empty() -> None:
     for module in (stateful.Counters, stateful.OwnRandomness, hazards.MetricModuleDict):
         assert traces(run(Case(module)), run(Case(module), Leaky(lambda module, trainer: None))) == []
 
@@ -118,8 +118,9 @@ class Weigh(pl.Callback):
             self.found.append((_tensors(), _resident()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-def test_two_hundred_measurements_leave_no_memory_behind() -> None:
+def test_two_hundred_measurements_leak_no_memory() -> None:
     monitor = CurvatureMonitor(
         eigenvalues=1, probe_size=8, every_n_train_steps=1, heatmaps=False, max_overhead=None, history_size=5
     )
@@ -147,7 +148,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("at", [1, 2, 3, 6])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_hooks_are_gone_after_an_error_in_the_step(at: int, error: type[BaseException]) -> None:
+def test_hooks_are_removed_after_an_error_in_the_step(at: int, error: type[BaseException]) -> None:
     case = Case(lambda: stateful.FailsInEval(at, error))
     module = case.module()
     with warnings.catch_warnings():

@@ -1,9 +1,8 @@
-"""Modules as people write them, with a monitor that is told nothing: measured rightly, or declined with the reason."""
+"""Modules as people write them, monitored with default settings: measured correctly, or declined with a reason."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import curvmon
 from curvmon import CurvatureMonitor, CurvmonError
-from curvmon.records import METRICS
+from tests.helpers.lightning_runs import QUIET, assert_same, trained
 from tests.helpers.module_zoo import (
     BATCH,
     DECLINED,
@@ -26,34 +25,6 @@ from tests.helpers.module_zoo import (
     Case,
     Regression,
 )
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-
-def trained(module: Any, monitor: CurvatureMonitor, loaders: Any, **options: Any) -> list[str]:
-    """Fit to the end, with what the monitor warned of."""
-    trainer = pl.Trainer(callbacks=[monitor], **{**QUIET, **options})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, *loaders)
-    assert trainer.state.finished and trainer.current_epoch == trainer.max_epochs
-    assert trainer.num_training_batches == len(loaders[0]) > 1
-    return [str(w.message) for w in caught if str(w.message).startswith("curvmon: ")]
-
-
-def assert_same(found: curvmon.Measurement, wanted: curvmon.Measurement) -> None:
-    assert found.nodes == wanted.nodes
-    for metric in METRICS:
-        ours, theirs = getattr(found, metric), getattr(wanted, metric)
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, equal_nan=True, msg=lambda m, k=metric: f"{k}: {m}")
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
 
 
 def assert_defined(found: curvmon.Measurement, case: Case) -> None:
@@ -71,8 +42,14 @@ def assert_defined(found: curvmon.Measurement, case: Case) -> None:
         assert found.gn_gap.isnan().all() and any("gn_gap is NaN" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_measured_as_by_hand(name: str) -> None:
+LANGUAGE_MODELS = {name for name in MEASURED if "transformers" in name or "language model" in name}
+"""they take a second each, the others a few tenths"""
+QUICK = [name for name in MEASURED if name not in LANGUAGE_MODELS]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MEASURED if name in LANGUAGE_MODELS]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_matches_measure_called_by_hand(name: str) -> None:
     """The last measurement is of the final weights, on the first validation samples, with the loss of the step."""
     case = MEASURED[name]
     torch.manual_seed(0)
@@ -128,7 +105,7 @@ def test_declined_with_one_warning(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARTLY)
-def test_what_can_be_measured_is_measured(name: str) -> None:
+def test_the_measurable_part_is_measured(name: str) -> None:
     case = PARTLY[name]
     torch.manual_seed(0)
     module, monitor = case.module(), CurvatureMonitor()
@@ -178,7 +155,7 @@ def test_sharded_parameters_are_declined(name: str, reason: str) -> None:
         trainer.fit(Regression(), *case.loaders())
 
 
-def test_a_module_without_training_step_is_declined() -> None:
+def test_module_without_training_step_is_declined() -> None:
     from curvmon.integrations.lightning.compatibility import unsupported
 
     class Nothing(pl.LightningModule):
@@ -213,7 +190,7 @@ def test_without_a_first_measurement_the_sanity_check_does_not_count_twice() -> 
     assert_same(monitor.history[-1], curvmon.measure(module, rows, loss=MEASURED["regression"].loss))
 
 
-def test_a_small_validation_set_is_measured_whole_and_before_the_first_step() -> None:
+def test_small_validation_set_is_measured_completely_before_the_first_step() -> None:
     torch.manual_seed(0)
     module, monitor = Regression(), CurvatureMonitor(eigenvalues=0)
     assert not trained(module, monitor, (DataLoader(REGRESSION, BATCH), DataLoader(REGRESSION_VAL[:6], 4)))

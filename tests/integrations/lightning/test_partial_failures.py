@@ -1,4 +1,4 @@
-"""Part of a measurement, or what follows it, fails: the rest is reported, training goes on, one warning tells."""
+"""Part of a measurement, or what follows it, fails: the rest is reported, training goes on, with one warning."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from curvmon.integrations.lightning import training_step
 from curvmon.monitor import attempt
 from curvmon.monitor.attempt import Outcome, merge
 from curvmon.monitor.fallbacks import describe
+from tests.helpers.lightning_runs import QUIET, assert_same, doctored, first_rows, run, trained
 from tests.helpers.module_zoo import BATCH, PROBE, REGRESSION, REGRESSION_VAL, Regression, regression_loss
-from tests.integrations.lightning.test_faults import doctored, first_rows, run
-from tests.integrations.lightning.test_module_zoo import QUIET, assert_same, trained
 
 
 def loaders() -> tuple[Any, Any]:
@@ -72,7 +71,7 @@ def test_pairs_are_reported_without_eigenvalues(error: Exception, monkeypatch: p
     assert alerts == (["not_finite"] if isinstance(error, NonFiniteError) else [])
 
 
-def test_eigenvalues_that_cannot_be_are_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_eigenvalues_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = failing(monkeypatch, InputError("complex parameters"), {0, 1, 2})
     monitor = CurvatureMonitor(heatmaps=False)
     (said,) = trained(Regression(), monitor, loaders(), max_epochs=2)
@@ -81,7 +80,7 @@ def test_eigenvalues_that_cannot_be_are_given_up_at_once(monkeypatch: pytest.Mon
     assert not any("no eigenvalues" in note for found in monitor.history for note in found.notes)
 
 
-def test_pairs_that_fail_are_no_success() -> None:
+def test_failed_pairs_fail_the_measurement() -> None:
     """Whatever has become of the eigenvalues on another process."""
     found: Any = object()
     pairs, values = Outcome(error="no", part="pairs"), Outcome(error="none", part="spectrum")
@@ -91,7 +90,7 @@ def test_pairs_that_fail_are_no_success() -> None:
     assert not merge([measured, pairs, values]).succeeded
 
 
-def test_preparations_that_fail_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_preparation_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(*args: Any) -> Any:
         raise AttributeError("a Trainer of another kind")
 
@@ -101,13 +100,13 @@ def test_preparations_that_fail_are_one_warning(monkeypatch: pytest.MonkeyPatch)
     assert "not measured: AttributeError: a Trainer of another kind. Training goes on" in said and not monitor.history
 
 
-def test_an_endless_message_is_cut() -> None:
-    told = describe(RuntimeError("x" * 5000 + "\nmore"))
-    assert told.startswith("RuntimeError: xxx") and told.endswith("x…") and len(told) < 330
+def test_long_message_is_truncated() -> None:
+    message = describe(RuntimeError("x" * 5000 + "\nmore"))
+    assert message.startswith("RuntimeError: xxx") and message.endswith("x…") and len(message) < 330
 
 
-def test_what_waits_for_the_next_search_is_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vector as large as the parameters; training may need the room."""
+def test_warm_start_is_kept_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vector as large as the parameters; training may need the memory of the device."""
     original = curvmon.Spectrum.start_vector
     moved: list[Any] = []
 
@@ -122,7 +121,7 @@ def test_what_waits_for_the_next_search_is_not_on_the_device(monkeypatch: pytest
     assert len(moved) == 1 and type(monitor._recorder.runner._start) is Tensor
 
 
-def test_a_start_without_direction_is_left_out(tmp_path: Path) -> None:
+def test_zero_or_nan_warm_start_is_ignored(tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=1, save=tmp_path / "a.ckpt")
     for factor in (0.0, float("nan")):
         start = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]["CurvatureMonitor"]["start"]
@@ -131,7 +130,7 @@ def test_a_start_without_direction_is_left_out(tmp_path: Path) -> None:
         assert len(monitor.spectra) == 3
 
 
-# ---- steps that do what a measurement has to get around ----
+# ---- steps that differentiate or autocast by themselves ----
 
 
 class OwnGradients(Regression):
@@ -152,7 +151,7 @@ class OwnAutocast(Regression):
 
 
 @pytest.mark.parametrize("kind", [OwnGradients, OwnAutocast])
-def test_measured_in_float32_as_if_the_step_did_not(kind: Any) -> None:
+def test_own_gradients_and_autocast_do_not_change_the_measurement(kind: Any) -> None:
     torch.manual_seed(0)
     module, monitor = kind(), CurvatureMonitor(eigenvalues=2, initial=False)
     assert not trained(module, monitor, loaders())
@@ -164,7 +163,7 @@ def test_measured_in_float32_as_if_the_step_did_not(kind: Any) -> None:
     assert abs(found.trace - wanted.trace) <= 4 * (found.trace_stderr + wanted.trace_stderr) + 1e-5 * wanted.trace
 
 
-def test_autocast_is_as_before_afterwards() -> None:
+def test_autocast_is_restored() -> None:
     net = nn.Linear(4, 4)
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -184,7 +183,7 @@ def test_autocast_is_as_before_afterwards() -> None:
 # ---- what follows a measurement fails ----
 
 
-def test_tensors_without_a_norm_are_not_in_the_context() -> None:
+def test_context_skips_tensors_without_a_norm() -> None:
     model = nn.Linear(8, 8)
     model.register_buffer("eight", torch.ones(16).to(torch.float8_e4m3fn))
     model.register_buffer("nowhere", torch.ones(16, device="meta"))
@@ -215,14 +214,14 @@ def alarmed(folder: Path, on_alert: Any) -> tuple[CurvatureMonitor, list[str]]:
     return monitor, [str(w.message) for w in caught if str(w.message).startswith("curvmon: ")]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+def test_unwritable_checkpoint_warns_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monitor, said = alarmed(tmp_path / "file", "checkpoint")
     assert len(monitor.alerts) == 1 and len(monitor.history) == 12
     assert len(said) == 1 and "no checkpoint of an alert was written" in said[0] and "training goes on" in said[0]
 
 
-def test_a_checkpoint_goes_to_the_very_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_folder_may_be_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may be in a bucket: `Path("s3://a/b")` is another place."""
     paths: list[str] = []
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path, *args: paths.append(str(path)))
@@ -237,7 +236,7 @@ class Closed(io.StringIO):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8", None])
-def test_any_terminal_will_do(encoding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_terminal_works(encoding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     terminal = Closed() if encoding is None else io.TextIOWrapper(written, encoding=encoding)
     monitor = CurvatureMonitor(eigenvalues=1, verbose=True, heatmaps=False)
@@ -248,14 +247,14 @@ def test_any_terminal_will_do(encoding: str | None, monkeypatch: pytest.MonkeyPa
             terminal.flush()
     assert len(monitor.history) == 2
     if encoding is not None:
-        told = written.getvalue().decode()
-        assert told.count("curvmon: step") == 2 and ("λ_1 " if encoding == "utf-8" else "?_1 ") in told
+        printed = written.getvalue().decode()
+        assert printed.count("curvmon: step") == 2 and ("λ_1 " if encoding == "utf-8" else "?_1 ") in printed
 
 
 # ---- states of other versions ----
 
 
-def test_a_state_from_before_there_were_alerts_goes_on(tmp_path: Path) -> None:
+def test_state_without_alerts_is_loaded(tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=1, save=tmp_path / "a.ckpt")
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     state = checkpoint["callbacks"]["CurvatureMonitor"]
@@ -268,7 +267,7 @@ def test_a_state_from_before_there_were_alerts_goes_on(tmp_path: Path) -> None:
     assert len(monitor.history) == 3
 
 
-def test_a_state_that_cannot_be_read_is_one_warning_and_leaves_nothing(tmp_path: Path) -> None:
+def test_unreadable_state_warns_once_and_is_ignored(tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=2, save=tmp_path / "a.ckpt")
     for changes in (
         {"alerts": {"detector": 3}},

@@ -24,8 +24,8 @@ from curvmon.monitor.batch_samples import (
     storable_tensors,
     with_tensors,
 )
+from tests.helpers.lightning_runs import QUIET, trained
 from tests.helpers.module_zoo import REGRESSION, Regression
-from tests.integrations.lightning.test_module_zoo import QUIET, trained
 
 LARGE = 40
 """more than a probe batch has, so that it is cut"""
@@ -126,7 +126,7 @@ def loaders(kind: str, size: int = LARGE) -> tuple[Any, Any]:
 @kinds
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
 @pytest.mark.parametrize("size", [LARGE, 12], ids=["cut", "joined"])
-def test_training_is_the_same_and_it_is_measured(kind: str, size: int) -> None:
+def test_training_is_unchanged_and_the_batch_is_measured(kind: str, size: int) -> None:
     weights, sizes = [], []
     for monitor in (CurvatureMonitor(eigenvalues=1, heatmaps=False), None):
         torch.manual_seed(0)
@@ -184,7 +184,7 @@ def map_tensors_of(batch: Any) -> list[Tensor]:
     return found
 
 
-def test_a_mapping_that_cannot_be_copied_apart_is_left_as_it_was() -> None:
+def test_mapping_that_cannot_be_copied_is_unchanged() -> None:
     class Shared(Entries):
         def __copy__(self) -> Shared:
             return self
@@ -197,7 +197,7 @@ def test_a_mapping_that_cannot_be_copied_apart_is_left_as_it_was() -> None:
     assert all(batch[key] is value for key, value in before.items())
 
 
-def test_fingerprints_tell_sparse_and_nested_tensors_apart() -> None:
+def test_fingerprints_distinguish_sparse_and_nested_tensors() -> None:
     x = torch.eye(3)
     nested = [torch.nested.nested_tensor([x, x[:n]], layout=torch.jagged) for n in (1, 2)]
     batches = [x.to_sparse(), (2 * x).to_sparse(), x.to_sparse_csr(), x.to_sparse_csc(), *nested]

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 import curvmon
 from curvmon import CurvatureMonitor
 from curvmon.reporting.console import summary
+from tests.helpers.lightning_runs import QUIET, assert_same, trained
 from tests.helpers.module_zoo import BATCH, REGRESSION, REGRESSION_VAL, Regression, regression_loss
-from tests.integrations.lightning.test_module_zoo import QUIET, assert_same, trained
 
 
 def loaders(val: Any = REGRESSION_VAL) -> tuple[Any, Any]:
@@ -38,8 +38,8 @@ class Lazy(Regression):
 def test_lazy_modules_are_measured_once_they_have_parameters(sanity: int, options: Any) -> None:
     module, monitor = Lazy(), CurvatureMonitor(eigenvalues=1, **options)
     said = trained(module, monitor, loaders(), max_epochs=2, num_sanity_val_steps=sanity)
-    told = ["curvmon: not measured before the first step: lazy modules get their parameters in it"]
-    assert said == ([] if sanity else told)
+    expected = ["curvmon: not measured before the first step: lazy modules get their parameters in it"]
+    assert said == ([] if sanity else expected)
     assert monitor.history and (monitor.snapshots[0].step == 0) == bool(sanity)
     assert len(monitor.history) == (2 if not options else len(loaders()[0])) + bool(sanity)
 
@@ -53,7 +53,7 @@ class Empty(Dataset):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("val", [[], Empty()], ids=["list", "dataset"])
-def test_a_validation_loader_without_batches_is_none(val: Any) -> None:
+def test_empty_validation_loader_counts_as_none(val: Any) -> None:
     torch.manual_seed(0)
     module, monitor = Regression(), CurvatureMonitor(eigenvalues=0)
     both = (DataLoader(REGRESSION, BATCH), val if isinstance(val, list) else DataLoader(val, BATCH))
@@ -63,7 +63,7 @@ def test_a_validation_loader_without_batches_is_none(val: Any) -> None:
     assert_same(monitor.history[-1], curvmon.measure(module, rows, loss=regression_loss))
 
 
-def test_a_training_batch_in_the_place_of_a_validation_batch_is_noted() -> None:
+def test_training_batch_instead_of_a_validation_batch_is_noted() -> None:
     note = "measured on the first training batch: there was no validation batch yet"
     for sanity, data, noted in ((0, "val", True), (2, "val", False), (0, "train", False)):
         monitor = CurvatureMonitor(eigenvalues=0, data=data)
@@ -71,7 +71,7 @@ def test_a_training_batch_in_the_place_of_a_validation_batch_is_noted() -> None:
         assert [note in found.notes for found in monitor.history] == [noted] * 2
 
 
-def test_memory_notes_do_not_replace_it() -> None:
+def test_memory_notes_keep_the_note_on_the_training_batch() -> None:
     class Hungry(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if not self.training and len(batch[0]) > 4:
@@ -87,7 +87,7 @@ def test_memory_notes_do_not_replace_it() -> None:
     )
 
 
-def test_anomaly_detection_hears_nothing_of_it() -> None:
+def test_anomaly_detection_does_not_see_the_measurement() -> None:
     class Classifier(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.cross_entropy(self(batch[0]), batch[1].argmax(1))
@@ -100,7 +100,7 @@ def test_anomaly_detection_hears_nothing_of_it() -> None:
     assert not [w for w in caught if "Error detected in" in str(w.message)]
 
 
-def test_there_is_no_overhead_before_there_is_training() -> None:
+def test_overhead_is_nan_before_training() -> None:
     monitor = CurvatureMonitor(eigenvalues=0)
     trained(Regression(), monitor, loaders())
     first, last = monitor.snapshots
@@ -121,7 +121,7 @@ def of_views(net: nn.Module, batch: Any) -> Tensor:
     return nt_xent(net(torch.cat([batch[0], batch[0] + 0.1])))
 
 
-def test_layers_that_see_several_rows_of_a_sample_are_chosen() -> None:
+def test_layers_with_several_rows_per_sample_are_chosen() -> None:
     """Their widths equal to the number of samples do not matter; the numbers are those of the same nodes by name."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8))
@@ -135,7 +135,7 @@ def test_layers_that_see_several_rows_of_a_sample_are_chosen() -> None:
     assert ((found.resonance - exact.resonance).abs() <= 4 * found.stderr["resonance"] + 1e-5 * exact.resonance).all()
 
 
-def test_layers_with_the_samples_alone_come_first() -> None:
+def test_layers_with_one_row_per_sample_are_preferred() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +152,7 @@ def test_layers_with_the_samples_alone_come_first() -> None:
 
 
 @pytest.mark.parametrize(("samples", "steps"), [(4, 8), (1, 6)], ids=["a multiple", "one sample"])
-def test_time_is_not_taken_for_samples(samples: int, steps: int) -> None:
+def test_time_steps_are_not_mistaken_for_samples(samples: int, steps: int) -> None:
     """Sequence-first inside: 8 steps of 4 samples are not two rows of each sample."""
 
     class SequenceFirst(nn.Module):

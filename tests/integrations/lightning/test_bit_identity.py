@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -22,12 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 import curvmon
-from curvmon.integrations.lightning.callback import CurvatureMonitor
 from tests.helpers import side_effects as hazards
 from tests.helpers import stateful_modules as stateful
-from tests.helpers.state_differences import PREFIX, RecordingLogger, Spy, State, differences, flattened, state_of
-
-Options = dict[str, Any]
+from tests.helpers.compared_runs import Case, both, monitor_of
+from tests.helpers.state_differences import PREFIX, RecordingLogger
 
 
 class Ema(pl.Callback):
@@ -40,21 +33,6 @@ class Ema(pl.Callback):
         for name, parameter in pl_module.named_parameters():
             before = self.average.setdefault(name, parameter.detach().clone())
             before.lerp_(parameter.detach(), 0.1 + 0.1 * random.random())
-
-
-@dataclass
-class Case:
-    """One hazard: a module, or a setting of the Trainer, the loaders or the monitor."""
-
-    module: Callable[[], Any] = hazards.Plain
-    trainer: Options = field(default_factory=dict)
-    monitor: Options = field(default_factory=dict)
-    loader: Options = field(default_factory=dict)
-    callbacks: tuple[Callable[[], Any], ...] = ()
-    validation: bool = True
-    entry: str = "fit"
-    measured: int = 3
-    """how often at least: before the first step and after each of two validations"""
 
 
 MODULES: list[Any] = [
@@ -137,73 +115,12 @@ CASES: dict[str, Case] = {
 }
 
 
-@dataclass
-class Run:
-    spy: Spy
-    logger: RecordingLogger
-    module: Any
-    end: State
+QUICK = [module.__name__ for module in MODULES if module is not hazards.Compiled]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
 
 
-def run(case: Case, *watchers: pl.Callback) -> Run:
-    """Train from the same seed, with `watchers` right before the spy."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:  # what an earlier run has compiled would be taken for this one
-        dynamo.reset()
-        dynamo.utils.counters.clear()
-    inputs, labels = torch.randn(24, 4), torch.randint(3, (24,))
-    train = DataLoader(TensorDataset(inputs[:16], labels[:16]), batch_size=4, **case.loader)
-    val = DataLoader(TensorDataset(inputs[16:], labels[16:]), batch_size=4)
-    module, logger, spy = case.module(), RecordingLogger(), Spy()
-    options: Options = {"max_epochs": 2, "log_every_n_steps": 1, **case.trainer}
-    own = [make() for make in case.callbacks]
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = pl.Trainer(accelerator="cpu", logger=logger, callbacks=[*own, *watchers, spy], **quiet, **options)
-    returned: list[Any] = []
-    if "validate" in case.entry:
-        returned.append(trainer.validate(module, val, verbose=False))
-    if "fit" in case.entry:
-        trainer.fit(module, train, val if case.validation else None)
-    compiled = sys.modules.get("torch._dynamo")
-    left = flattened(
-        rows=logger.others(),
-        experiment=logger.experiment.calls,
-        returned=returned,
-        callbacks=[vars(callback) for callback in own],
-        compiled=[{} if compiled is None else dict(compiled.utils.counters[name]) for name in ("frames", "stats")],
-    )
-    return Run(spy, logger, module, state_of(trainer, module) | left)
-
-
-def traces(one: Run, other: Run) -> list[str]:
-    """Where two runs differ, at the first of the moments that were looked at where they do."""
-    looks = [[hook for hook, _ in found.spy.seen] for found in (one, other)]
-    if looks[0] != looks[1]:
-        return [f"other hooks: {looks}"]
-    for (hook, before), (_, after) in zip(one.spy.seen, other.spy.seen):
-        if found := differences(before, after):
-            return [f"{hook}: {name}" for name in found]
-    return differences(one.end, other.end)
-
-
-def monitor_of(case: Case) -> CurvatureMonitor:
-    options = {"eigenvalues": 1, "probe_size": 8, "heatmaps": False, "max_overhead": None, **case.monitor}
-    return CurvatureMonitor(log_key_prefix=PREFIX, **options)
-
-
-def both(case: Case, monitor: CurvatureMonitor) -> tuple[list[str], list[str]]:
-    """Traces, and what the monitor complained of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = traces(run(case), run(case, monitor))
-    return found[:20], [str(w.message) for w in caught if "curvmon" in str(w.message)]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_training_is_the_same_bit_for_bit(name: str) -> None:
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
+def test_training_is_bit_identical(name: str) -> None:
     case, monitor = CASES[name], monitor_of(CASES[name])
     found, complaints = both(case, monitor)
     assert complaints == []
@@ -214,7 +131,7 @@ def test_training_is_the_same_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 8])
-def test_a_failed_measurement_leaves_no_trace_either(at: int) -> None:
+def test_failed_measurement_keeps_training_bit_identical(at: int) -> None:
     case = Case(lambda: stateful.FailsInEval(at, RuntimeError))
     monitor = monitor_of(case)
     found, complaints = both(case, monitor)
@@ -223,8 +140,8 @@ def test_a_failed_measurement_leaves_no_trace_either(at: int) -> None:
 
 
 @pytest.mark.parametrize("kind", stateful.ITERATORS)
-def test_an_iterator_of_the_module_is_not_drawn_from(kind: str) -> None:
-    """What it would lose cannot be put back: such a run is not measured, and the user is told."""
+def test_iterator_of_the_module_is_not_consumed(kind: str) -> None:
+    """What it would lose cannot be put back: such a run is not measured, with a warning."""
     case = Case(lambda: stateful.Draws(stateful.ITERATORS[kind]))
     monitor = monitor_of(case)
     found, complaints = both(case, monitor)
@@ -233,15 +150,15 @@ def test_an_iterator_of_the_module_is_not_drawn_from(kind: str) -> None:
 
 
 class Writer(SummaryWriter):
-    """Writes down what it is told, where nothing puts it back."""
+    """Records the tags that it is given, in an attribute of the class, which nothing restores."""
 
-    told: list[str] = []  # noqa: RUF012 - of the class, on purpose
+    tags: list[str] = []  # noqa: RUF012 - of the class, on purpose
 
     def __init__(self) -> None:
         return None
 
     def add_scalar(self, tag: str, *args: Any, **kwargs: Any) -> None:
-        self.told.append(tag)
+        self.tags.append(tag)
 
     def close(self) -> None:
         return None
@@ -261,15 +178,15 @@ class WritesByItself(hazards.Plain):
         return super().training_step(batch, batch_idx)
 
 
-def test_writers_that_the_module_holds_hear_of_training_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writers_of_the_module_receive_training_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
-    told: list[str] = []
-    monkeypatch.setattr(Writer, "told", told)
-    monkeypatch.setattr(mlflow, "log_metric", lambda name, value: told.append(name))
+    tags: list[str] = []
+    monkeypatch.setattr(Writer, "tags", tags)
+    monkeypatch.setattr(mlflow, "log_metric", lambda name, value: tags.append(name))
     case = Case(WritesByItself)
     monitor = monitor_of(case)
     assert both(case, monitor) == ([], []) and monitor.history
-    assert len(told) == 2 * 2 * 8  # two runs of eight steps
+    assert len(tags) == 2 * 2 * 8  # two runs of eight steps
 
 
 class LogsToWandb(hazards.Plain):
@@ -282,7 +199,7 @@ class LogsToWandb(hazards.Plain):
 
 
 class MeasuresByHand(pl.Callback):
-    """`curvmon.measure` knows nothing of loggers, and has to leave them alone all the same."""
+    """`curvmon.measure` does not know the loggers; nothing may reach them all the same."""
 
     measured = 0
 
@@ -293,7 +210,7 @@ class MeasuresByHand(pl.Callback):
 
 
 @pytest.mark.parametrize("log", ["gradients", "all"])
-def test_wandb_sees_the_users_passes_only(log: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_watch_sees_the_users_passes_only(log: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`wandb.watch` hooks gradients and, for "all", forward passes; every histogram of it is the same."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
