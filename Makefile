@@ -18,7 +18,6 @@ demo: $(READY)
 
 docs: $(READY)
 	PYTHONPATH=. $(BIN)/python docs/make_api.py
-	PYTHONPATH=. $(BIN)/python docs/make_metrics_table.py
 
 # the pictures in docs/images that show the demo; needs Chromium
 screenshots: demo

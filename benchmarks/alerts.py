@@ -80,7 +80,7 @@ class Score(NamedTuple):
     false: float
     """alarms per thousand quiet points"""
     first: float
-    """share of events detected at the first point after them"""
+    """share of events reported at the first point after them"""
     second: float
     """within two points"""
 
@@ -225,9 +225,9 @@ def report(seeds: int, cache: Path) -> str:
     }
     quiet, jumping = collection(REPORTED, EACH)
     scores = {name: scored(make, quiet, jumping) for name, make in detectors.items()}
-    rows = [["", "false alarms per 1,000 points", "detected at the first point", "within two"]]
+    rows = [["", "false alarms per 1,000 points", "reported at the first point", "within two"]]
     rows += [[name, f"{s.false:.2f}", f"{s.first:.1%}", f"{s.second:.1%}"] for name, s in scores.items()]
-    kinds = [["curvmon on", "false alarms per 1,000 points", "detected at the first point", "within two"]]
+    kinds = [["curvmon on", "false alarms per 1,000 points", "reported at the first point", "within two"]]
     for kind in KINDS:
         s = scored(ours, [q for q in quiet if q.kind == kind], [j for j in jumping if j.kind == kind])
         kinds.append([kind, f"{s.false:.2f}", f"{s.first:.1%}", f"{s.second:.1%}"])
@@ -241,7 +241,7 @@ def report(seeds: int, cache: Path) -> str:
     head = (
         f"alarms in {seeds} quiet runs",
         "at a constant rate",
-        "detected at the first measurement",
+        "reported at the first measurement",
         "within two",
         "repeated",
     )
@@ -255,17 +255,16 @@ def report(seeds: int, cache: Path) -> str:
     return "\n\n".join(
         [
             "# Alerts: false alarms and detection",
-            f"Made with `make bench-alerts`: {EACH} quiet sequences and {EACH} with a jump of each kind, {seeds} seeds "
-            "of real training runs, all with seeds that no threshold was chosen on.",
-            "### Synthetic sequences",
+            f"Made with `make bench-alerts`: {EACH} quiet sequences of values and {EACH} with a jump of each kind, and "
+            f"real training runs with {seeds} seeds. No threshold was chosen on any of these seeds.",
+            "### Synthetic data",
             table(rows),
             table(kinds),
             "### Real training runs, 30 measurements each",
-            "curvmon also takes the context into account: learning rate, training loss, norms of weights, running "
-            "statistics, and what the network computes. The other detectors watch each feature by itself: all that "
-            "curvmon watches, or only the mean resonance, the top eigenvalue and the loss, where false alarms do not "
-            "add up. "
-            '"Repeated": alarms after the first one in the seven measurements from an event on.',
+            "curvmon also uses context: learning rate, training loss, norms of weights, batch norm statistics, and the "
+            "operations of the network. The other detectors watch each feature separately: all features that curvmon "
+            "watches, or only the mean resonance, the top eigenvalue and the loss, so that fewer false alarms add up. "
+            '"Repeated": further alarms in the seven measurements from an event on.',
             table(real),
             table(events),
         ]

@@ -1,7 +1,7 @@
 """Writes what the docs say of the code: `make docs`. A test checks that all of it is current.
 
 docs/api.md from the docstrings of the public names; the table of modules in docs/architecture.md from the first line
-of each docstring.
+of each docstring; the table of metrics in README.md from the metric registry.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any
 
 import curvmon
 from curvmon.metrics.mean_curvature import MeanCurvature
+from curvmon.metrics.registry import markdown_table
 from curvmon.reporting.wandb_workspace import wandb_workspace
 
 PAGE = Path(__file__).with_name("api.md")
 MAP = Path(__file__).with_name("architecture.md")
+README = Path(__file__).parents[1] / "README.md"
 PACKAGE = Path(curvmon.__file__).parent
 SECTIONS: dict[str, list[str]] = {
     "Functions": ["measure", "exact", "spectrum", "stability_limit"],
@@ -88,6 +90,11 @@ def page() -> str:
 def architecture() -> str:
     """The page with the table of modules between its markers renewed."""
     return between("modules", _module_tables(), MAP.read_text())
+
+
+def readme() -> str:
+    """The README with the table of metrics between its markers renewed."""
+    return between("metrics", markdown_table(), README.read_text())
 
 
 def between(marker: str, content: str, page: str) -> str:
@@ -241,3 +248,4 @@ def _own(module: Any) -> list[tuple[str, Any]]:
 if __name__ == "__main__":
     PAGE.write_text(page())
     MAP.write_text(architecture())
+    README.write_text(readme())

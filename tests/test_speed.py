@@ -1,4 +1,4 @@
-"""What a measurement spends, against dense truth: the figures of docs/speed.md that do not depend on a clock."""
+"""What a measurement spends, against dense truth: the figures of docs/cost.md that do not depend on a clock."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from curvmon.numerics import check_finite, norm_squared, precise
 NEGLECTED = 0.05
 """GN is reported as long as no more than this share of the gradient bypasses the outputs."""
 LARGEST_BATCH, BATCHED_ENTRIES = 32, 2**16
-"""Products are batched by vmap while a node has no more entries than this for the whole batch (docs/speed.md)."""
+"""Products are batched by vmap while a node has no more entries than this for the whole batch (docs/cost.md)."""
 Columns = list[Tensor]
 """A product for every row v."""
 Part = Literal["hessian", "gauss_newton", "remainder"]

@@ -38,7 +38,7 @@ def measure(
     all samples share; see `Measurement` for the other three. Works on any model without changes to its code.
 
     Cost: for a piecewise-linear network, as many backward passes as it has outputs per sample and two Hessian-vector
-    products (HVPs), and the result is exact; for others 10 to 17 HVPs per node more (docs/speed.md). Memory is two to
+    products (HVPs), and the result is exact; for others 10 to 17 HVPs per node more (docs/cost.md). Memory is two to
     three times that of a training step; no d_v x d_w matrix is ever stored. Afterwards the model, its gradients and all
     random states are exactly as before. It is measured in eval mode, without autocast.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import curvmon
 from curvmon.alerts.context import Cause, Context, ContextTracker, context_values
 from curvmon.alerts.manager import AlertManager
-from tests.alerts.test_manager import NODES, snapshot
+from tests.helpers.synthetic_snapshots import NODES, snapshot
 
 
 def causes_of(contexts: list[Context]) -> list[list[Cause]]:

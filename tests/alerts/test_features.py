@@ -13,7 +13,7 @@ from curvmon.alerts.detector import thresholds_of
 from curvmon.alerts.features import Feature, features_of, pairs_across
 from curvmon.metrics.registry import pair_metrics
 from curvmon.records import Snapshot
-from tests.alerts.test_manager import NODES, snapshot
+from tests.helpers.synthetic_snapshots import NODES, snapshot
 
 
 def members(features: list[Feature], family: str) -> dict[str, float]:

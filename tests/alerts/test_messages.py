@@ -13,7 +13,7 @@ from curvmon.alerts.context import Cause
 from curvmon.alerts.features import FeatureDeviation
 from curvmon.alerts.forecast import Deviation
 from curvmon.alerts.messages import ReportedChange, alert_of_change
-from tests.alerts.test_manager import snapshot
+from tests.helpers.synthetic_snapshots import snapshot
 
 RATE = Cause("learning rate x 20", "learning rate", 9.0, True)
 WEIGHT = Cause("norm of b.weight x 0.5", "norm of b.weight", 9.0, True)
