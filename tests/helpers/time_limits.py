@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-PATIENCE = 600.0
+PATIENCE = 1200.0
 """seconds until a wait fails instead of hanging; no result depends on it"""
 
 
