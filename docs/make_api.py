@@ -17,7 +17,7 @@ from typing import Any
 import curvmon
 from curvmon.metrics.mean_curvature import MeanCurvature
 from curvmon.metrics.registry import markdown_table
-from curvmon.reporting.wandb_workspace import wandb_workspace
+from curvmon.reporting.dashboards import wandb_workspace
 
 PAGE = Path(__file__).with_name("api.md")
 MAP = Path(__file__).with_name("architecture.md")
@@ -49,7 +49,7 @@ SECTIONS: dict[str, list[str]] = {
 """every name in `curvmon.__all__` apart from the modules `closed_form` and `operators`, and the version"""
 FURTHER = {
     "curvmon.metrics.mean_curvature.MeanCurvature": MeanCurvature,
-    "curvmon.reporting.wandb_workspace": wandb_workspace,
+    "curvmon.reporting.dashboards": wandb_workspace,
 }
 ORDER = [
     "records",

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from curvmon.alerts.cusum import Cusum
 from curvmon.alerts.features import Family, Feature, FeatureDeviation
-from curvmon.alerts.forecast import Deviation, Forecast
+from curvmon.alerts.forecast import Cusum, Deviation, Forecast
 from curvmon.metrics.registry import get
 
 

@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from curvmon.metrics.pair_metrics import COUPLING, GN_GAP, RESONANCE, STABLE_RANK
+from curvmon.metrics.definitions import COUPLING, GN_GAP, RESONANCE, SCALARS, STABLE_RANK
 from curvmon.metrics.registry import AlertSpec, MetricSpec, PairMetric, ScalarMetric, register, unregister
-from curvmon.metrics.scalar_metrics import SCALARS
 
 if TYPE_CHECKING:
     from curvmon.metrics.mean_curvature import MeanCurvature

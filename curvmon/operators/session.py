@@ -15,9 +15,8 @@ from curvmon.graph.arguments import batch_size, check_arguments, explained, has_
 from curvmon.graph.nodes import Call, choose, labelled, record_calls, resolve
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
-from curvmon.isolation.model_state import Isolation, isolated, own_copy
+from curvmon.isolation.model_state import Isolation, isolated, own_copy, reseed
 from curvmon.isolation.patches import is_view_of
-from curvmon.isolation.random_state import reseed
 from curvmon.operators.node_blocks import GraphOperator
 
 Loss = Callable[[Any, Any], Tensor]

@@ -11,9 +11,8 @@ from curvmon.records import Alert, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import available
 from curvmon.reporting.console import print_line, summary
-from curvmon.reporting.keys import ALERTS, BY_DISTANCE, EIGENVALUES, SKIPPED, Keys, heatmap_key
 from curvmon.reporting.loggers import Draw, Loggers, publish
-from curvmon.reporting.scalars import scalars
+from curvmon.reporting.scalars import ALERTS, BY_DISTANCE, EIGENVALUES, SKIPPED, Keys, heatmap_key, scalars
 
 
 class Report:

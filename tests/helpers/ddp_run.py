@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import curvmon.monitor.measurement as runner_module
 from curvmon import AlertRules, CurvatureMonitor
 from curvmon.integrations.lightning import training_step
-from curvmon.monitor import attempt
 from curvmon.monitor.budget import Budget, Plan
 from curvmon.operators.node_blocks import GraphOperator
 from tests.helpers.time_limits import no_overhead_limit
@@ -88,7 +88,7 @@ class Lit(pl.LightningModule):
 def counted() -> Iterator[dict[str, int]]:
     """Products and searches for eigenvalues that this process did itself."""
     work = {"columns": 0, "remainders": 0, "searches": 0}
-    originals = GraphOperator.columns, GraphOperator.remainders, attempt.measure_spectrum
+    originals = GraphOperator.columns, GraphOperator.remainders, runner_module.measure_spectrum
 
     def columns(self: Any, w: int, z: Tensor) -> Any:
         work["columns"] += z.shape[1]
@@ -103,11 +103,11 @@ def counted() -> Iterator[dict[str, int]]:
         return originals[2](*args, **kwargs)
 
     GraphOperator.columns, GraphOperator.remainders = columns, remainders  # type: ignore[method-assign, assignment]
-    attempt.measure_spectrum = spectrum
+    runner_module.measure_spectrum = spectrum
     try:
         yield work
     finally:
-        GraphOperator.columns, GraphOperator.remainders, attempt.measure_spectrum = originals  # type: ignore[method-assign]
+        GraphOperator.columns, GraphOperator.remainders, runner_module.measure_spectrum = originals  # type: ignore[method-assign]
 
 
 class World:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from curvmon.errors import DivergedError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
 from curvmon.isolation.collectives import CollectiveError
 from curvmon.monitor import attempt as attempt_module
-from curvmon.monitor.attempt import Outcome, Request, Target, attempt
 from curvmon.monitor.fallbacks import MAX_MESSAGE, RESPONSES, ErrorKind, classify, describe
-from curvmon.monitor.measurement import MeasurementRunner
+from curvmon.monitor.measurement import MeasurementRunner, Outcome, Request, Target, attempt
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.quantities import Settings

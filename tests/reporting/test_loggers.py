@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curvmon import CurvatureMonitor
 from curvmon.records import METRICS
 from curvmon.reporting import figures
-from curvmon.reporting.keys import picture_keys
-from curvmon.reporting.scalars import scalars
+from curvmon.reporting.scalars import picture_keys, scalars
 from tests.helpers.logger_readers import Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
 from tests.helpers.recorders import PictureRecorder, Recorder
 

@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from curvmon.alerts.context import Context, context_values
 from curvmon.alerts.manager import AlertManager
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import warn
-from curvmon.integrations.lightning.training_signals import TrainingSignals
 from curvmon.monitor.process_group import Ranks
 from curvmon.records import Alert, Snapshot
-from curvmon.reporting import alert_delivery
-from curvmon.reporting.keys import ALERT, Keys
+from curvmon.reporting.loggers import deliver_alert, run_on_alert
+from curvmon.reporting.scalars import ALERT, Keys
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
+
+
+class TrainingSignals:
+    """Mean loss and largest learning rate since they were last collected.
+
+    The loss is summed on its device, so that no step waits for a transfer. The largest learning rate: one that was too
+    large for part of an epoch may be small again when the epoch ends.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count = 0
+        self._rate = -math.inf
+
+    @torch.no_grad()
+    def observe(self, outputs: Any, optimizers: Iterable[Any], accumulated: int = 1) -> None:
+        """`outputs` of `training_step` as `on_train_batch_end` receives them; steps without a loss are skipped.
+
+        Lightning divides the loss by the number of batches whose gradients are accumulated.
+        """
+        self._rate = max(self._rate, _largest_rate(optimizers, on_host=True))
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            return
+        value = loss.detach().reshape(()).float() * accumulated
+        self._sum = value if self._sum is None else self._sum.to(value.device) + value
+        self._count += 1
+
+    def collect(self, optimizers: Iterable[Any]) -> tuple[float, float]:
+        """(learning rate, mean loss), then starts again; not finite where there was none."""
+        mean = math.nan if self._sum is None else self._sum.item() / self._count
+        rate = max(self._rate, _largest_rate(optimizers, on_host=False))
+        self._sum, self._count, self._rate = None, 0, -math.inf
+        return rate, mean
+
+
+def _largest_rate(optimizers: Iterable[Any], on_host: bool) -> float:
+    """-inf if there is none; `on_host`: without those that are tensors on a device, which would need a transfer."""
+    rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
+    # a custom optimizer may keep anything there
+    numbers = [r for r in rates if isinstance(r, (int, float)) or (isinstance(r, Tensor) and r.numel() == 1)]
+    readable = [float(r) for r in numbers if not (on_host and isinstance(r, Tensor) and not r.is_cpu)]
+    return max(readable, default=-math.inf)
 
 
 class Alerting:
@@ -81,11 +127,11 @@ class Alerting:
     def deliver(self, trainer: pl.Trainer, alerts: Sequence[Alert]) -> None:
         if trainer.is_global_zero:
             for alert in alerts:
-                alert_delivery.deliver(trainer, alert, self._key)
+                deliver_alert(trainer, alert, self._key)
         serious = [alert for alert in alerts if alert.level != "info"]
         # a checkpoint is written once, whatever the number of alerts
         for alert in serious[:1] if isinstance(self._on_alert, str) else serious:
-            alert_delivery.act(trainer, alert, self._on_alert)
+            run_on_alert(trainer, alert, self._on_alert)
 
     def state_dict(self) -> dict[str, Any]:
         return {"alerts": self._manager.state_dict()}

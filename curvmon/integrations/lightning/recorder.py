@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from curvmon.errors import warn
 from curvmon.integrations.lightning.alerting import Alerting
 from curvmon.integrations.lightning.training_step import isolated_step, step_loss
-from curvmon.monitor.attempt import Outcome, Target
 from curvmon.monitor.budget import Budget, Plan
 from curvmon.monitor.fallbacks import RESPONSES
 from curvmon.monitor.history import History
-from curvmon.monitor.measurement import MeasurementRunner
+from curvmon.monitor.measurement import MeasurementRunner, Outcome, Target
 from curvmon.monitor.process_group import Ranks
 from curvmon.records import Snapshot
 from curvmon.reporting.console import progress

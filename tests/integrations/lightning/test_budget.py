@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from curvmon import CurvatureMonitor
-from curvmon.monitor.attempt import Outcome, attempt
 from curvmon.monitor.budget import FREE_SECONDS, Budget
+from curvmon.monitor.measurement import Outcome, attempt
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.lightning_runs import QUIET
 from tests.helpers.module_zoo import BATCH, REGRESSION, REGRESSION_VAL, Regression

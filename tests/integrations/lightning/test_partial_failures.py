@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import curvmon
+import curvmon.monitor.measurement as runner_module
 from curvmon import AlertRules, CurvatureMonitor
 from curvmon.alerts.context import context_values
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.integrations.lightning import training_step
-from curvmon.monitor import attempt
-from curvmon.monitor.attempt import Outcome, merge
 from curvmon.monitor.fallbacks import describe
+from curvmon.monitor.measurement import Outcome, merge
 from tests.helpers.lightning_runs import QUIET, assert_same, doctored, first_rows, run, trained
 from tests.helpers.module_zoo import BATCH, PROBE, REGRESSION, REGRESSION_VAL, Regression, regression_loss
 
@@ -36,7 +36,7 @@ def loaders() -> tuple[Any, Any]:
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, measurements: set[int]) -> list[int]:
     """From now on searches fail at these measurements; counts them."""
-    original, calls = attempt.measure_spectrum, [0]
+    original, calls = runner_module.measure_spectrum, [0]
 
     def spectrum(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -44,7 +44,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, measurements: set
             raise error
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(attempt, "measure_spectrum", spectrum)
+    monkeypatch.setattr(runner_module, "measure_spectrum", spectrum)
     return calls
 
 

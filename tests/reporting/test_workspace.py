@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from curvmon.records import METRICS
-from curvmon.reporting.keys import picture_keys
-from curvmon.reporting.scalars import scalars
-from curvmon.reporting.wandb_workspace import wandb_workspace
+from curvmon.reporting.dashboards import wandb_workspace
+from curvmon.reporting.scalars import picture_keys, scalars
 from tests.helpers.synthetic_records import synthetic_measurement, synthetic_spectra
 
 PICTURES = picture_keys()
