@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import curvmon.monitor.measurement as attempt_module
 from curvmon.errors import DivergedError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
 from curvmon.isolation.collectives import CollectiveError
-from curvmon.monitor import attempt as attempt_module
 from curvmon.monitor.fallbacks import MAX_MESSAGE, RESPONSES, ErrorKind, classify, describe
 from curvmon.monitor.measurement import MeasurementRunner, Outcome, Request, Target, attempt
 from curvmon.monitor.probe_batch import ProbeBatch
