@@ -258,6 +258,7 @@ def everything() -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", everything())
 def test_nothing_is_cut_off_or_overlaps(name: str) -> None:
     with plain():
@@ -330,6 +331,7 @@ def test_figures_do_not_accumulate() -> None:
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_pyplot_is_not_imported() -> None:
     code = (
         "import sys\n"

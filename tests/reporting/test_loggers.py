@@ -28,6 +28,8 @@ from curvmon.reporting.scalars import picture_keys, scalars
 from tests.helpers.logger_readers import Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
 from tests.helpers.recorders import PictureRecorder, Recorder
 
+pytestmark = pytest.mark.slow
+
 PICTURES = picture_keys()
 BATCHES, EPOCHS = 4, 3
 STEPS = [0, 3, 7, 11]

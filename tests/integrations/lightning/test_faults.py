@@ -46,6 +46,8 @@ from tests.helpers.module_zoo import (
     without_labels,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def loaders(val: Any = REGRESSION_VAL) -> tuple[Any, Any]:
     return DataLoader(REGRESSION, BATCH), DataLoader(val, BATCH)
@@ -99,7 +101,6 @@ def test_out_of_memory_later_halves_the_batch_for_the_rest_of_the_run() -> None:
     assert halved == [False, False, True, True]
 
 
-@pytest.mark.slow
 def test_out_of_memory_for_every_size_warns_once_and_retries_the_whole_batch() -> None:
     module, monitor = seeded(Hungry, lambda epoch: 0 if epoch in (1, 2) else 99), CurvatureMonitor()
     (said,) = trained(module, monitor, loaders(), max_epochs=4)
@@ -109,7 +110,6 @@ def test_out_of_memory_for_every_size_warns_once_and_retries_the_whole_batch() -
     assert_same(monitor.history[-1], curvmon.measure(module, first_rows(PROBE), loss=regression_loss))
 
 
-@pytest.mark.slow
 def test_out_of_memory_at_first_does_not_fall_back_to_the_training_batch() -> None:
     module, monitor = seeded(Hungry, lambda epoch: 0 if epoch == 0 else 99), CurvatureMonitor()
     (said,) = trained(module, monitor, loaders(), max_epochs=2)
@@ -130,7 +130,6 @@ def test_batch_that_cannot_be_halved_warns_once() -> None:
     assert "out of memory" in said and not epochs_measured(monitor)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 10, 1])
 def test_eigenvalues_of_partial_batches_match_the_whole_batch(size: int) -> None:
     spectra = []
