@@ -5,8 +5,10 @@ from __future__ import annotations
 import doctest
 import re
 import runpy
+import sys
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 import yaml
+from pytorch_lightning.loggers import CSVLogger
 
 import curvmon
 from tests.helpers.lightning_smoke import module_of
@@ -131,6 +134,39 @@ def test_the_table_of_modules_is_current() -> None:
 def test_the_table_of_modules_has_every_package() -> None:
     packages = {path.parent.name for path in (ROOT / "curvmon").glob("*/__init__.py")}
     assert packages == set(API["ORDER"])
+
+
+def test_the_calls_of_a_measurement_are_as_listed(tmp_path: Path) -> None:
+    rows = re.findall(r"^\| \d+ \| `(?:\w+\.)?(\w+)` \| `([\w/]+\.py)` \|", API["MAP"].read_text(), re.MULTILINE)
+    expected = [(f"curvmon/{path}", function) for function, path in rows]
+    calls: list[tuple[str, str]] = []
+
+    class Logger(CSVLogger):
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            if any(key.startswith("resonance/") for key in metrics):
+                calls.append(("logger", "log_metrics"))
+            super().log_metrics(metrics, step)
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        path = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+        if event == "call" and path.startswith("curvmon/"):
+            calls.append((path, frame.f_code.co_name))
+
+    trainer = pl.Trainer(
+        max_epochs=1, num_sanity_val_steps=0, accelerator="cpu", logger=Logger(tmp_path), enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[curvmon.CurvatureMonitor(initial=False)],
+    )  # fmt: skip
+    sys.setprofile(trace)
+    try:
+        trainer.fit(module_of(pl)())
+    finally:
+        sys.setprofile(None)
+    del calls[: calls.index(expected[0])]
+    expected.append(("logger", "log_metrics"))
+    assert 3 < len(expected) <= 20
+    places = [calls.index(call) for call in expected]
+    assert places == sorted(places)
 
 
 def test_the_citation_is_of_this_version() -> None:

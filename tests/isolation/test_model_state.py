@@ -377,6 +377,7 @@ def exact_resonance(model: nn.Module, batch: Batch, loss: Callable[..., Tensor])
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("number", [sharpness, resonance, exact_resonance])
+@pytest.mark.slow
 def test_second_thread_waits_for_first(number: Callable[..., float], shared: bool, batch: Batch) -> None:
     """A waits for B to start, B for A to end. If they overlapped, B would restore the replacements of A."""
     first_inside, second_inside, first_left, met, waited = (threading.Event() for _ in range(5))

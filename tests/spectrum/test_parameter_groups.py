@@ -91,6 +91,7 @@ def test_phi_is_relative_to_the_parameters_of_all_groups() -> None:
     assert abs(result.phi - true) < 4 * result.phi_stderr
 
 
+@pytest.mark.slow
 def test_phi_stderr_is_calibrated() -> None:
     """The 95 % interval covers the truth for about 95 % of the seeds."""
     model, batch = make("mlp")
