@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from curvmon.alerts.context import Context, context_values
 from curvmon.errors import CurvmonError
-from curvmon.monitor.quantities import Settings, measure_pairs, measure_spectrum
+from curvmon.monitor.pairs_and_spectrum import Settings, measure_pairs, measure_spectrum
 from curvmon.records import Snapshot
 
 VALIDATIONS = 30

@@ -1,0 +1,1 @@
+"""Abrupt changes and broken rules: features, forecasts, detection, context, and the message."""

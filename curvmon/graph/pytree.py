@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from curvmon.errors import InputError
-from curvmon.isolation.reachable import is_plain_object
+from curvmon.isolation.reachable_objects import is_plain_object
 
 
 def map_tensors(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from curvmon.errors import CurvmonError
 from curvmon.isolation.patches import COLLECTIVES, DEFAULT_GROUP, GROUP_OR_DEFAULT
-from curvmon.isolation.symbols import replaced
+from curvmon.isolation.torch_symbols import replaced
 
 
 class CollectiveError(CurvmonError, RuntimeError):

@@ -30,7 +30,7 @@ from curvmon.isolation.patches import (
     own_copy_of_parameter,
     patched,
 )
-from curvmon.isolation.reachable import Reachable, reachable
+from curvmon.isolation.reachable_objects import Reachable, reachable
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from curvmon.isolation.symbols import Symbol, Target
+from curvmon.isolation.torch_symbols import Symbol, Target
 
 
 @contextmanager

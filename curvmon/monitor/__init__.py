@@ -1,0 +1,1 @@
+"""Measuring during training, in any loop: when, on which batch, and what happens if it fails."""

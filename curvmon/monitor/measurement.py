@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from curvmon.isolation.collectives import collectives_refused
 from curvmon.monitor.fallbacks import RESPONSES, ErrorKind, classify, describe
-from curvmon.monitor.probe_batch import Choice, ProbeBatch
-from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
-from curvmon.monitor.quantities import (
+from curvmon.monitor.pairs_and_spectrum import (
     Loss,
     OnProduct,
     Settings,
@@ -26,6 +24,8 @@ from curvmon.monitor.quantities import (
     measure_spectrum,
     release_memory,
 )
+from curvmon.monitor.probe_batch import Choice, ProbeBatch
+from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
 from curvmon.records import Measurement, Spectrum
 
 Part = Literal["pairs", "spectrum"]

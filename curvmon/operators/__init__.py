@@ -18,8 +18,8 @@ Example:
     True
 """
 
+from curvmon.operators.linear_operators import Blocks, NodeOperators, between_nodes, gauss_newton, hessian
 from curvmon.operators.protocol import LinearOperator, SymmetricOperator
-from curvmon.operators.public import Blocks, NodeOperators, between_nodes, gauss_newton, hessian
 
 __all__ = [
     "Blocks",

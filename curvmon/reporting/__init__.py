@@ -1,0 +1,1 @@
+"""Where results are shown: loggers, dashboards, figures, console."""

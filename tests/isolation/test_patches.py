@@ -26,7 +26,7 @@ from curvmon.graph.taps import tapped_forward
 from curvmon.isolation import patches
 from curvmon.isolation.collectives import CollectiveError, collectives_refused
 from curvmon.isolation.patches import COLLECTIVES, CONVOLUTION_NODE, ERROR_NODE, PATCHES, TABLE
-from curvmon.isolation.symbols import MissingError, Symbol
+from curvmon.isolation.torch_symbols import MissingError, Symbol
 
 PACKAGE = Path(curvmon.__file__).parent
 by_symbol = pytest.mark.parametrize("symbol", TABLE, ids=lambda symbol: symbol.path)

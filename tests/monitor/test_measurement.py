@@ -17,9 +17,9 @@ from curvmon.errors import DivergedError, DoubleBackwardError, InputError, LossE
 from curvmon.isolation.collectives import CollectiveError
 from curvmon.monitor.fallbacks import MAX_MESSAGE, RESPONSES, ErrorKind, classify, describe
 from curvmon.monitor.measurement import MeasurementRunner, Outcome, Request, Target, attempt
+from curvmon.monitor.pairs_and_spectrum import Settings
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
-from curvmon.monitor.quantities import Settings
 
 KINDS = get_args(ErrorKind)
 ALONE = Ranks(1)

@@ -1,0 +1,1 @@
+"""The callback for PyTorch Lightning: hooks, and what only a Trainer knows."""

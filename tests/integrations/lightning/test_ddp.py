@@ -22,7 +22,7 @@ from filelock import FileLock
 
 import curvmon
 from curvmon.metrics.mean_curvature import combined
-from curvmon.monitor.quantities import SPECTRUM_RTOL
+from curvmon.monitor.pairs_and_spectrum import SPECTRUM_RTOL
 from curvmon.records import METRICS, Measurement
 from tests.helpers.ddp_run import SCENARIOS, Lit
 from tests.helpers.time_limits import PATIENCE
