@@ -70,6 +70,8 @@ def test_the_quick_start_prints_its_table() -> None:
     printed = [line.split() for line in str(names["m"]).splitlines()[3:] if not line.startswith("note")]
     shown = [line.split() for line in code.group(2).splitlines()[3:] if not line.startswith("note")]
     assert len(printed) == len(shown) == 6
+    notes = [re.findall(r"^note: .*", text, re.MULTILINE) for text in (str(names["m"]), code.group(2))]
+    assert notes[0] == notes[1]
     for ours, theirs in zip(printed, shown):
         assert ours[:2] == theirs[:2]
         # values may differ in the last digits between processors, by far less than their errors; shown rounded
@@ -167,6 +169,13 @@ def test_the_calls_of_a_measurement_are_as_listed(tmp_path: Path) -> None:
     assert 3 < len(expected) <= 20
     places = [calls.index(call) for call in expected]
     assert places == sorted(places)
+
+
+def test_scripts_name_files_that_exist() -> None:
+    scripts = [ROOT / "Makefile", *(path for path in (ROOT / ".ci").iterdir() if path.is_file())]
+    names = [name for path in scripts for name in re.findall(r"\b((?:tests|docs)/[\w./-]*\w)", path.read_text())]
+    assert len(names) > 5
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
 def test_the_citation_is_of_this_version() -> None:
