@@ -59,4 +59,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build runs .pytest_cache .mypy_cache .ruff_cache *.egg-info

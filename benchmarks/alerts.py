@@ -256,7 +256,8 @@ def report(seeds: int, cache: Path) -> str:
         [
             "# Alerts: false alarms and detection",
             f"Made with `make bench-alerts`: {EACH} quiet sequences of values and {EACH} with a jump of each kind, and "
-            f"real training runs with {seeds} seeds. No threshold was chosen on any of these seeds.",
+            f"real training runs with {seeds} seeds. No threshold was chosen on any of these "
+            "seeds; an earlier version of curvmon had been tried on them.",
             "### Synthetic data",
             table(rows),
             table(kinds),

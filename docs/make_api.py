@@ -48,7 +48,7 @@ SECTIONS: dict[str, list[str]] = {
 }
 """every name in `curvmon.__all__` apart from the modules `closed_form` and `operators`, and the version"""
 FURTHER = {
-    "curvmon.metrics.mean_curvature.MeanCurvature": MeanCurvature,
+    "curvmon.metrics.MeanCurvature": MeanCurvature,
     "curvmon.reporting.dashboards": wandb_workspace,
 }
 ORDER = [
