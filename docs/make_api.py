@@ -16,7 +16,15 @@ from typing import Any
 
 import curvmon
 from curvmon.metrics.mean_curvature import MeanCurvature
-from curvmon.metrics.registry import AlertSpec, PairMetric, ScalarMetric, markdown_table, register, unregister
+from curvmon.metrics.registry import (
+    AlertSpec,
+    MetricSpec,
+    PairMetric,
+    ScalarMetric,
+    markdown_table,
+    register,
+    unregister,
+)
 from curvmon.reporting.dashboards import wandb_workspace
 
 PAGE = Path(__file__).with_name("api.md")
@@ -51,6 +59,7 @@ FURTHER = {
     "curvmon.metrics.mean_curvature.MeanCurvature": MeanCurvature,
     "curvmon.metrics.registry.register": register,
     "curvmon.metrics.registry.unregister": unregister,
+    "curvmon.metrics.registry.MetricSpec": MetricSpec,
     "curvmon.metrics.registry.PairMetric": PairMetric,
     "curvmon.metrics.registry.ScalarMetric": ScalarMetric,
     "curvmon.metrics.registry.AlertSpec": AlertSpec,

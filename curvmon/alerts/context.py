@@ -51,7 +51,7 @@ class Cause(NamedTuple):
 
     kind: Kind
     name: str
-    """of the tensor, or of the node whose operations changed; empty for learning rate and training loss"""
+    """name of the tensor, or of the node whose operations changed; empty for learning rate and training loss"""
     change: str
     """`x 20`, `1 fewer Add`"""
     score: float

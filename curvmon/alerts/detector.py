@@ -218,16 +218,16 @@ class Detector:
         return inner > self._settings.min_cosine * norms[0] * norms[1]
 
     def _drifts(self, deviations: Sequence[FeatureDeviation]) -> bool:
-        """Has a feature's error added up, and the feature moved since the last change by twice what matters?"""
+        """Does a cumulative sum exceed its threshold, and a feature differ from its first value by twice `min_change`?"""
         if math.isinf(self._settings.drift_threshold) or self._count < self._settings.warm_up:
             return False
         for family, where, deviation in deviations:
             forecast = self._forecasts[family, where]
             if not len(forecast):
                 continue
-            moved = abs(forecast.last + deviation.size - forecast.first)
+            difference = abs(forecast.last + deviation.size - forecast.first)
             sums = self._cusum(family, where).after(deviation)
-            if moved > 2 * self._thresholds(family).min_change and max(sums) > self._settings.drift_threshold:
+            if difference > 2 * self._thresholds(family).min_change and max(sums) > self._settings.drift_threshold:
                 return True
         return False
 

@@ -19,7 +19,7 @@ class AlertManager:
 
     Args:
         alerts: True for the default rules. False raises none, and keeps those of a checkpoint.
-        settings: of change detection, before `AlertRules.sensitivity` is applied.
+        settings: settings of change detection, before `AlertRules.sensitivity` is applied.
 
     Attributes:
         enabled: False if no alerts are raised.

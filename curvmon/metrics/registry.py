@@ -210,15 +210,13 @@ def register(spec: Spec) -> Spec:
     """Add a metric to loggers, figures, dashboards, the console and alerts. Call it before a monitor is constructed.
 
     A metric is a function of what was measured. `Measurement.by_distance` and `print(measurement)` do not include it.
+    Returns `spec`.
 
     Args:
         spec: a `PairMetric`, one number per pair of layers, or a `ScalarMetric`, one or several numbers per snapshot.
 
-    Returns:
-        `spec`.
-
     Raises:
-        InputError: the name is taken, a pair metric has no `compute`, or an alert has `per_pair=False`.
+        InputError: the name is taken or reserved, a pair metric has no `compute`, or its alert has `per_pair=False`.
 
     Example:
         >>> from curvmon.metrics import AlertSpec, PairMetric, register, unregister
@@ -263,7 +261,7 @@ def unregister(name: str) -> None:
     """Undo `register`.
 
     Args:
-        name: of a metric that is not built-in.
+        name: name of a metric that is not built-in.
 
     Raises:
         InputError: there is none of that name, or it is built-in.
