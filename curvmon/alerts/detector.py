@@ -218,7 +218,7 @@ class Detector:
         return inner > self._settings.min_cosine * norms[0] * norms[1]
 
     def _drifts(self, deviations: Sequence[FeatureDeviation]) -> bool:
-        """Does a cumulative sum exceed its threshold while its feature differs from the first value by 2 `min_change`?"""
+        """Does a cumulative sum exceed its threshold, and a feature differ from its first value by 2 `min_change`?"""
         if math.isinf(self._settings.drift_threshold) or self._count < self._settings.warm_up:
             return False
         for family, where, deviation in deviations:
