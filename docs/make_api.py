@@ -16,7 +16,15 @@ from typing import Any
 
 import curvmon
 from curvmon.metrics.mean_curvature import MeanCurvature
-from curvmon.metrics.registry import markdown_table
+from curvmon.metrics.registry import (
+    AlertSpec,
+    MetricSpec,
+    PairMetric,
+    ScalarMetric,
+    markdown_table,
+    register,
+    unregister,
+)
 from curvmon.reporting.dashboards import wandb_workspace
 
 PAGE = Path(__file__).with_name("api.md")
@@ -48,7 +56,13 @@ SECTIONS: dict[str, list[str]] = {
 }
 """every name in `curvmon.__all__` apart from the modules `closed_form` and `operators`, and the version"""
 FURTHER = {
-    "curvmon.metrics.MeanCurvature": MeanCurvature,
+    "curvmon.metrics.mean_curvature.MeanCurvature": MeanCurvature,
+    "curvmon.metrics.registry.register": register,
+    "curvmon.metrics.registry.unregister": unregister,
+    "curvmon.metrics.registry.MetricSpec": MetricSpec,
+    "curvmon.metrics.registry.PairMetric": PairMetric,
+    "curvmon.metrics.registry.ScalarMetric": ScalarMetric,
+    "curvmon.metrics.registry.AlertSpec": AlertSpec,
     "curvmon.reporting.dashboards": wandb_workspace,
 }
 ORDER = [
@@ -216,7 +230,7 @@ def _fields(item: type) -> dict[str, str]:
     attributes = _attributes(inspect.getdoc(item) or "")
     (body,) = (node for node in ast.parse(inspect.getsource(item)).body if isinstance(node, ast.ClassDef))
     for node, following in zip(body.body, [*body.body[1:], ast.Pass()]):
-        if isinstance(node, ast.AnnAssign):
+        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
             text = attributes.get(ast.unparse(node.target), "")
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 text = re.sub(r"\s+", " ", str(following.value.value))

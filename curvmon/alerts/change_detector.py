@@ -10,6 +10,7 @@ from typing import Any, Literal
 from curvmon.alerts.detector import Change, Detector, DetectorSettings, Thresholds
 from curvmon.alerts.features import Feature
 from curvmon.alerts.forecast import WINDOW
+from curvmon.alerts.rules import is_number
 from curvmon.records import Alert
 
 Scale = Literal["log", "linear"]
@@ -22,25 +23,28 @@ class Sensitivity:
     factor of 1.5."""
 
     threshold: float = 6.0
-    """of a jump, in standard deviations"""
+    """threshold of a jump, in standard deviations"""
     confirmed: float = 3.8
-    """of a jump that two values in a row agree on"""
+    """threshold of a jump that two values in a row agree on"""
     matters: float = 0.4
     """smaller changes do not count"""
     warm_up: int = 6
     """values before the first decision, and after a change before the next"""
     drift_threshold: float = 14.0
-    """of the cumulative sum of forecast errors, in standard deviations"""
+    """threshold of the cumulative sum of forecast errors, in standard deviations; inf: no detection of drifts"""
     drift_slack: float = 1.0
     """standard deviations that a forecast error may have without adding to the sum"""
     least_spread: float = 0.02
     """lower bound of the standard deviation of a forecast"""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not is_number(value):
+                raise ValueError(f"{name} must be a number, not {value!r}")
         if not 0 < self.confirmed <= self.threshold:
             raise ValueError(f"0 < confirmed <= threshold is needed, not {self.confirmed} and {self.threshold}")
-        if not 3 <= self.warm_up <= WINDOW:
-            raise ValueError(f"warm_up must be between 3 and {WINDOW}, not {self.warm_up}")
+        if not isinstance(self.warm_up, int) or not 3 <= self.warm_up <= WINDOW:
+            raise ValueError(f"warm_up must be an integer between 3 and {WINDOW}, not {self.warm_up}")
         if self.matters < 0 or not self.least_spread > 0:
             raise ValueError("matters must not be negative, least_spread must be positive")
 

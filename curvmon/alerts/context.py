@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,22 @@ from torch.nn.parameter import is_lazy
 from curvmon.alerts.forecast import Forecast
 from curvmon.records import REST
 
-LEARNING_RATE, TRAINING_LOSS = "learning rate", "training loss"
-WEIGHTS, BUFFERS, OPERATIONS = "norm of ", "statistics in ", "operations of "
+Kind = Literal["learning rate", "training loss", "weights", "statistics", "operations"]
+Source = tuple[Kind, str]
+"""kind of a value, and the name of its tensor; empty for learning rate and training loss"""
+TEXTS: dict[Kind, str] = {
+    "learning rate": "learning rate",
+    "training loss": "training loss",
+    "weights": "norm of {}",
+    "statistics": "statistics in {}",
+    "operations": "operations of {}:",
+}
 MIN_ENTRIES = 8
 """smaller tensors are ignored"""
 MIN_SCORE, MIN_SPREAD = 6.0, 0.015
 """a value has changed if it deviates from its forecast by this many standard deviations; lower bound of a standard
 deviation: 1.5 percent"""
-MIN_CHANGES = {LEARNING_RATE: 0.4, TRAINING_LOSS: 0.4}
+MIN_CHANGES: dict[Kind, float] = {"learning rate": 0.4, "training loss": 0.4}
 MIN_CHANGE = 0.1
 """and by ten percent, learning rate and training loss by half"""
 WARM_UP = 3
@@ -32,45 +40,54 @@ WARM_UP = 3
 
 
 class Context(NamedTuple):
-    """At one measurement: values by name, and the operations of each node (`Measurement.operations`)."""
+    """At one measurement: values by source, and the operations of each node (`Measurement.operations`)."""
 
-    values: Mapping[str, float] = {}
+    values: Mapping[Source, float] = {}
     operations: Mapping[str, Mapping[str, int]] = {}
 
 
 class Cause(NamedTuple):
     """A change of the context at this measurement."""
 
-    text: str
-    """`learning rate x 20`, `norm of blocks.1.conv1.weight x 0.71`, `operations of blocks.2: 1 fewer Add`"""
-    source: str
-    """the name of the value, or of the node whose operations changed"""
+    kind: Kind
+    name: str
+    """name of the tensor, or of the node whose operations changed; empty for learning rate and training loss"""
+    change: str
+    """`x 20`, `1 fewer Add`"""
     score: float
     lowers_threshold: bool
     """less evidence is needed for a change of the curvature; False for a learning rate or a loss that falls"""
 
+    @property
+    def text(self) -> str:
+        """`learning rate x 20`, `norm of blocks.1.conv1.weight x 0.71`, `operations of blocks.2: 1 fewer Add`"""
+        name = "the loss" if self.kind == "operations" and self.name == REST else self.name
+        return f"{TEXTS[self.kind].format(name)} {self.change}"
+
     def node(self, nodes: Sequence[str]) -> str | None:
         """The innermost node that has the tensor, or whose operations changed."""
-        name = self.source.removeprefix(WEIGHTS).removeprefix(OPERATIONS)
-        return max((n for n in nodes if name == n or name.startswith(f"{n}.")), key=len, default=None)
+        return max((n for n in nodes if self.name == n or self.name.startswith(f"{n}.")), key=len, default=None)
 
 
 @torch.no_grad()
 def context_values(
     model: nn.Module, learning_rate: float = math.nan, training_loss: float = math.nan
-) -> dict[str, float]:
-    """`learning rate`, `training loss`, `norm of blocks.1.conv1.weight`, `statistics in norm.running_var`, …"""
-    scalars = ((LEARNING_RATE, learning_rate), (TRAINING_LOSS, training_loss))
-    values = {name: value for name, value in scalars if math.isfinite(value)}
-    named = [
-        *((f"{WEIGHTS}{name}", parameter) for name, parameter in model.named_parameters()),
-        *((f"{BUFFERS}{name}", buffer) for name, buffer in model.named_buffers()),
+) -> dict[Source, float]:
+    """Learning rate and training loss if they are finite, norms of the parameters and of the floating-point buffers."""
+    scalars: tuple[tuple[Source, float], ...] = (
+        (("learning rate", ""), learning_rate),
+        (("training loss", ""), training_loss),
+    )
+    values = {source: value for source, value in scalars if math.isfinite(value)}
+    named: list[tuple[Source, Tensor]] = [
+        *((("weights", name), parameter) for name, parameter in model.named_parameters()),
+        *((("statistics", name), buffer) for name, buffer in model.named_buffers()),
     ]
-    named = [(name, tensor) for name, tensor in named if _has_norm(tensor) and tensor.numel() >= MIN_ENTRIES]
+    named = [(source, tensor) for source, tensor in named if _has_norm(tensor) and tensor.numel() >= MIN_ENTRIES]
     if named:
         norms = [torch.linalg.vector_norm(tensor.detach(), dtype=_norm_dtype(tensor)) for _, tensor in named]
         # one transfer for all of them
-        values.update(zip((name for name, _ in named), torch.stack([n.to(norms[0]) for n in norms]).tolist()))
+        values.update(zip((source for source, _ in named), torch.stack([n.to(norms[0]) for n in norms]).tolist()))
     return values
 
 
@@ -96,25 +113,26 @@ class ContextTracker:
     """Takes the context of every measurement and lists what changed, by decreasing score."""
 
     def __init__(self) -> None:
-        self._forecasts: dict[str, Forecast] = {}
+        self._forecasts: dict[Source, Forecast] = {}
         self._operations: dict[str, dict[str, int]] = {}
         self._unchanged = 0
         """measurements since the operations last changed"""
 
     def update(self, context: Context) -> list[Cause]:
-        causes = [cause for name, value in context.values.items() if (cause := self._changed(name, value)) is not None]
+        causes = [cause for source, value in context.values.items() if (cause := self._changed(source, value))]
         return sorted([*causes, *self._changed_operations(context.operations)], key=lambda cause: -cause.score)
 
-    def _changed(self, name: str, value: float) -> Cause | None:
+    def _changed(self, source: Source, value: float) -> Cause | None:
         if not value > 0 or not math.isfinite(value):
             return None
-        forecast = self._forecasts.setdefault(name, Forecast(MIN_SPREAD))
+        forecast = self._forecasts.setdefault(source, Forecast(MIN_SPREAD))
         size, score, _ = forecast.deviation(math.log(value))
-        if len(forecast) < WARM_UP or score <= MIN_SCORE or abs(size) <= MIN_CHANGES.get(name, MIN_CHANGE):
+        kind, name = source
+        if len(forecast) < WARM_UP or score <= MIN_SCORE or abs(size) <= MIN_CHANGES.get(kind, MIN_CHANGE):
             forecast.append(math.log(value))
             return None
         forecast.restart(math.log(value))
-        return Cause(f"{name} x {math.exp(size):.3g}", name, score, size > 0 or name not in MIN_CHANGES)
+        return Cause(kind, name, f"x {math.exp(size):.3g}", score, size > 0 or kind not in MIN_CHANGES)
 
     def _changed_operations(self, operations: Mapping[str, Mapping[str, int]]) -> list[Cause]:
         """Nodes that compute something else than before, unless they often do."""
@@ -131,22 +149,21 @@ class ContextTracker:
             kinds = sorted({*before[node], *operations[node]})
             differences = {kind: operations[node].get(kind, 0) - before[node].get(kind, 0) for kind in kinds}
             listed = [f"{abs(n)} {'more' if n > 0 else 'fewer'} {kind}" for kind, n in differences.items() if n]
-            where = "the loss" if node == REST else node
-            causes.append(Cause(f"{OPERATIONS}{where}: {', '.join(listed)}", f"{OPERATIONS}{node}", math.inf, True))
+            causes.append(Cause("operations", node, ", ".join(listed), math.inf, True))
         return causes
 
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers only."""
         return {
-            "forecasts": {name: forecast.state_dict() for name, forecast in self._forecasts.items()},
+            "forecasts": [[*source, forecast.state_dict()] for source, forecast in self._forecasts.items()],
             "operations": {node: dict(counts) for node, counts in self._operations.items()},
             "unchanged": self._unchanged,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._forecasts = {}
-        for name, saved in state["forecasts"].items():
-            self._forecasts[name] = Forecast(MIN_SPREAD)
-            self._forecasts[name].load_state_dict(saved)
+        for kind, name, saved in state["forecasts"]:
+            self._forecasts[kind, name] = Forecast(MIN_SPREAD)
+            self._forecasts[kind, name].load_state_dict(saved)
         self._operations = {node: dict(counts) for node, counts in state["operations"].items()}
         self._unchanged = state["unchanged"]

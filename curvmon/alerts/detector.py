@@ -6,7 +6,8 @@ The evidence of a family of features with deviations z_1, …, z_m from their fo
     max(max_i z_i / t_max, sqrt(mean z_i²) / t_rms)        t_max grows with m
 
 and its largest value over the families, relative to a common threshold, is the significance of the measurement. From 1
-on it is a change. A measurement of smaller significance is a candidate: a change if the next one deviates alike.
+on it is a change. A measurement of smaller significance is a candidate: a change if the next one deviates alike. With
+a drift threshold, a change is also a `Cusum`, the cumulative sum of a feature's forecast errors, that exceeds it.
 """
 
 from __future__ import annotations
@@ -18,31 +19,36 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from curvmon.alerts.features import Family, Feature, FeatureDeviation
-from curvmon.alerts.forecast import Cusum, Deviation, Forecast
+from curvmon.alerts.forecast import Deviation, Forecast
 from curvmon.metrics.registry import get
 
 
 class Thresholds(NamedTuple):
-    """Of one family, in standard deviations."""
+    """Thresholds of one family, in standard deviations."""
 
     largest: float
-    """t_max, of the largest deviation"""
+    """t_max, threshold of the largest deviation"""
     rms: float
-    """t_rms, of the root mean square of all deviations"""
+    """t_rms, threshold of the root mean square of all deviations"""
     min_change: float
     """smaller changes of the feature do not matter, however precisely they are measured"""
 
 
 REJECTED_KEPT, REJECTED_DECAY = 20, 0.95
 """how many rejected candidates are remembered, and the decay of their weight per measurement"""
-MOST_IN_MEAN, MOST_IN_COSINE = 30.0, 10.0
+MAX_SCORE_IN_MEAN, MAX_SCORE_IN_COSINE = 30.0, 10.0
 """a single score counts as at most this in the root mean square, and when two measurements are compared"""
+MAX_CUSUM_SCORE = 4.0
+"""a single error counts as at most this many standard deviations in a cumulative sum"""
+LAYER_THRESHOLDS = Thresholds(4.5, 3.2, 0.25)
+"""thresholds of profile and contrast: relative to the other layers, the resonance of one layer varies less between
+measurements than the level of all, so that smaller changes of it are significant"""
 
 
 def thresholds_of(family: Family) -> Thresholds:
-    """Those of the metric, lower for the resonance of single layers."""
+    """Thresholds of the metric, lower for the resonance of single layers."""
     if family in ("profile", "contrast"):
-        return Thresholds(4.5, 3.2, 0.25)
+        return LAYER_THRESHOLDS
     alert = get("resonance" if family == "level" else family).alert
     assert alert is not None
     return Thresholds(alert.threshold, alert.family_threshold, alert.smallest_change)
@@ -65,15 +71,15 @@ class DetectorSettings:
     settled: int = 12
     """thresholds fall linearly from twice their value after `warm_up` measurements to their value after this many"""
     rejected_factor: float = 1.15
-    """a change needs this many times the evidence of the clearest recent candidate that was rejected"""
+    """a change needs this many times the evidence of the strongest recently rejected candidate"""
     with_cause: float = 0.2
     """share of a threshold that is enough if the context changed at the same time (`context.py`)"""
     warm_up_with_cause: int = 4
     """measurements after a change before the next one, if the context changed again"""
     min_spread: float = 0.02
-    """of every forecast"""
+    """lower bound of the standard deviation of every forecast"""
     drift_threshold: float = math.inf
-    """of the cumulative sums of a feature's forecast errors; inf: no detection of drifts"""
+    """threshold of the cumulative sums of a feature's forecast errors; inf: no detection of drifts"""
     drift_slack: float = 0.0
     """standard deviations that an error may have without adding to its sum"""
 
@@ -84,6 +90,23 @@ class Change(NamedTuple):
     kind: Literal["jump", "drift"]
     deviations: list[FeatureDeviation]
     age: int
+
+
+class Cusum:
+    """S± ← max(0, S± ± z - slack), z: signed forecast error in standard deviations (Page 1954)."""
+
+    def __init__(self, slack: float, sums: Sequence[float] = (0.0, 0.0)) -> None:
+        self._slack = slack
+        self.sums = list(sums)
+        """S+ and S-"""
+
+    def after(self, deviation: Deviation) -> list[float]:
+        """S+ and S- with one more error, which is not stored."""
+        z = math.copysign(min(deviation.score, MAX_CUSUM_SCORE), deviation.size)
+        return [max(0.0, self.sums[0] + z - self._slack), max(0.0, self.sums[1] - z - self._slack)]
+
+    def append(self, deviation: Deviation) -> None:
+        self.sums = self.after(deviation)
 
 
 class Detector:
@@ -171,7 +194,7 @@ class Detector:
         if not scores:
             return 0.0
         growth = 1 + self._settings.per_doubling * math.log2(max(1.0, len(members) / 4))
-        rms = math.sqrt(sum(min(d.score, MOST_IN_MEAN) ** 2 for d in members) / len(members))
+        rms = math.sqrt(sum(min(d.score, MAX_SCORE_IN_MEAN) ** 2 for d in members) / len(members))
         relative = max(max(scores) / (threshold.largest * growth), rms / threshold.rms)
         return relative / self._settings.threshold_factor
 
@@ -195,16 +218,16 @@ class Detector:
         return inner > self._settings.min_cosine * norms[0] * norms[1]
 
     def _drifts(self, deviations: Sequence[FeatureDeviation]) -> bool:
-        """Has a feature's error added up, and the feature moved since the last change by twice what matters?"""
+        """Does a cumulative sum exceed its threshold, and a feature differ from its first value by 2 `min_change`?"""
         if math.isinf(self._settings.drift_threshold) or self._count < self._settings.warm_up:
             return False
         for family, where, deviation in deviations:
             forecast = self._forecasts[family, where]
             if not len(forecast):
                 continue
-            moved = abs(forecast.last + deviation.size - forecast.first)
+            difference = abs(forecast.last + deviation.size - forecast.first)
             sums = self._cusum(family, where).after(deviation)
-            if moved > 2 * self._thresholds(family).min_change and max(sums) > self._settings.drift_threshold:
+            if difference > 2 * self._thresholds(family).min_change and max(sums) > self._settings.drift_threshold:
                 return True
         return False
 
@@ -275,4 +298,4 @@ class Detector:
 
 
 def _signed_score(deviation: Deviation) -> float:
-    return math.copysign(min(deviation.score, MOST_IN_COSINE), deviation.size)
+    return math.copysign(min(deviation.score, MAX_SCORE_IN_COSINE), deviation.size)

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from curvmon.alerts.forecast import Deviation
-from curvmon.metrics.registry import pair_metrics
+from curvmon.metrics.registry import pair_metrics, scalar_metrics
 from curvmon.records import Measurement, Pair, Snapshot
 
 Family = str
@@ -19,7 +19,7 @@ Family = str
 
 
 NETWORK_FAMILIES = ("lambda_1", "loss")
-"""which do not depend on the choice of nodes"""
+"""metrics that keep their past when other nodes are measured"""
 MIN_VALUE = 1e-30
 """smaller values have no logarithm"""
 
@@ -29,14 +29,14 @@ class Feature(NamedTuple):
 
     family: Family
     where: str
-    """a pair or a node; empty for what the network has once"""
+    """a pair, a node, or the logger key of a value in a list; empty for what the network has once"""
     value: float
     """logarithm"""
     stderr: float
 
 
 class FeatureDeviation(NamedTuple):
-    """Of a feature from its forecast."""
+    """Deviation of a feature from its forecast."""
 
     family: Family
     where: str
@@ -49,10 +49,7 @@ def features_of(snapshot: Snapshot) -> list[Feature]:
     if snapshot.measurement is not None:
         features += _resonance_features(snapshot.measurement)
         features += _pair_features(snapshot.measurement)
-    if snapshot.spectrum is not None:
-        top = snapshot.spectrum
-        features += _logarithm("lambda_1", "", top.sharpness, top.residuals[0].item() if len(top.residuals) else 0.0)
-    return features + _logarithm("loss", "", snapshot.loss, 0.0)
+    return features + _scalar_features(snapshot)
 
 
 def _resonance_features(m: Measurement) -> list[Feature]:
@@ -90,6 +87,17 @@ def _pair_features(m: Measurement) -> list[Feature]:
         for spec, offset, values, stderr in metrics:
             if i != j or not spec.unit_diagonal:
                 features += _logarithm(spec.name, str(pair), values[i, j].item() + offset, stderr[i, j].item())
+    return features
+
+
+def _scalar_features(snapshot: Snapshot) -> list[Feature]:
+    features: list[Feature] = []
+    for spec in scalar_metrics():
+        if spec.alert is not None:
+            errors = spec.errors(snapshot)
+            for key, value in spec.scalars(snapshot).items():
+                where = "" if key == spec.key else key
+                features += _logarithm(spec.name, where, value + spec.alert.offset, errors.get(key, 0.0))
     return features
 
 

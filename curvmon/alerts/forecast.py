@@ -17,27 +17,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-MOST = 4.0
-"""a single error counts as at most this many standard deviations"""
-
-
-class Cusum:
-    """S± ← max(0, S± ± z - slack), z: signed forecast error in standard deviations (Page 1954)."""
-
-    def __init__(self, slack: float, sums: Sequence[float] = (0.0, 0.0)) -> None:
-        self._slack = slack
-        self.sums = list(sums)
-        """S+ and S-"""
-
-    def after(self, deviation: Deviation) -> list[float]:
-        """S+ and S- with one more error, which is not taken."""
-        z = math.copysign(min(deviation.score, MOST), deviation.size)
-        return [max(0.0, self.sums[0] + z - self._slack), max(0.0, self.sums[1] - z - self._slack)]
-
-    def append(self, deviation: Deviation) -> None:
-        self.sums = self.after(deviation)
-
-
 WINDOW = 12
 """values that a predictor looks back"""
 MEMORY = 16
@@ -103,7 +82,7 @@ MIN_VALUES = (1, 1, 3, 3, 5)
 
 
 class Deviation(NamedTuple):
-    """Of a value from its forecast."""
+    """Deviation of a value from its forecast."""
 
     size: float
     """value - forecast"""
@@ -124,7 +103,7 @@ class Forecast:
         self._values: list[float] = []
         self._errors: list[list[float]] = [[] for _ in PREDICTORS]
         self._previous_spreads: list[float] | None = None
-        """from before the last restart: the noise of a feature stays what it was"""
+        """spreads before the last restart: a restart keeps the noise estimate"""
         self._predictions: list[float] | None = None
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ class AlertManager:
 
     Args:
         alerts: True for the default rules. False raises none, and keeps those of a checkpoint.
-        settings: of change detection, before `AlertRules.sensitivity` is applied.
+        settings: settings of change detection, before `AlertRules.sensitivity` is applied.
 
     Attributes:
         enabled: False if no alerts are raised.
@@ -59,7 +59,7 @@ class AlertManager:
             if change is not None:
                 before = past[-change.age] if len(past) >= change.age else None
                 evidence = self._detector.evidence_by_family(change.deviations)
-                new.append(alert_of_change(change.deviations, evidence, causes, before, snapshot))
+                new.append(alert_of_change(change, evidence, causes, before, snapshot))
         return self.record([*new, *self._checker.update(snapshot)])
 
     def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
@@ -93,7 +93,7 @@ class AlertManager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """All or nothing; what is missing starts empty."""
+        """All or nothing. A checkpoint without a detector, because alerts were off, starts detection empty."""
         raised = [Alert.from_dict(alert) for alert in state.get("raised", ())]
         detector, checker, context = Detector(self._settings), RuleChecker(self._rules), ContextTracker()
         nodes = None

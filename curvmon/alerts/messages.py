@@ -7,13 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from curvmon.alerts.context import BUFFERS, LEARNING_RATE, OPERATIONS, TRAINING_LOSS, WEIGHTS, Cause
+from curvmon.alerts.context import Cause, Kind
+from curvmon.alerts.detector import Change
 from curvmon.alerts.features import Family, FeatureDeviation, pairs_across
-from curvmon.metrics.registry import get, pair_metric, pair_metric_names
+from curvmon.metrics.registry import PairMetric, ScalarMetric, get, pair_metric, pair_metric_names, scalar_metrics
 from curvmon.records import Alert, Pair, Snapshot
 
 ALL_PAIRS = "all pairs"
-MOST_NAMED, MOST_CAUSES = 6, 3
+MAX_NAMED, MAX_CAUSES = 6, 3
 AFFECTED = 3.0
 """standard deviations from which on a feature is affected by an event"""
 WIDESPREAD = 0.75
@@ -47,7 +48,7 @@ class ReportedChange(NamedTuple):
 
 
 def alert_of_change(
-    deviations: Sequence[FeatureDeviation],
+    change: Change,
     evidence: Mapping[Family, float],
     causes: Sequence[Cause],
     before: Snapshot | None,
@@ -57,26 +58,27 @@ def alert_of_change(
 
     It reports the metric of the family with the most evidence among those whose values differ visibly.
     """
+    deviations = change.deviations
     location = _location(deviations, causes, now)
     families = sorted(evidence, key=lambda name: -evidence[name])
-    changes = {family: _reported_change(family, deviations, location, before, now) for family in families}
-    family = next((f for f in families if changes[f].is_visible), families[0])
-    change = changes[family]
+    by_family = {family: _reported_change(family, deviations, location, before, now) for family in families}
+    family = next((f for f in families if by_family[f].is_visible), families[0])
+    reported = by_family[family]
     members = [d.deviation for d in deviations if d.family == family]
-    if math.isnan(change.before):  # not measured then: the forecast instead
+    if math.isnan(reported.before):  # not measured then: the forecast instead
         size = max(members, key=lambda deviation: deviation.score).size
-        change = change._replace(before=change.after / math.exp(size))
+        reported = reported._replace(before=reported.after / math.exp(size))
     return Alert(
-        kind="jump",
-        metric=change.metric,
-        where=change.where,
-        before=change.before,
-        after=change.after,
+        kind=change.kind,
+        metric=reported.metric,
+        where=reported.where,
+        before=reported.before,
+        after=reported.after,
         score=max(deviation.score for deviation in members),
         step=now.step,
         epoch=now.epoch,
-        message=_message(change, location, causes, deviations, now.step),
-        others=tuple(str(pair) for pair in location.pairs[:MOST_NAMED] if str(pair) != change.where),
+        message=_message(reported, location, causes, deviations, now.step),
+        others=tuple(str(pair) for pair in location.pairs[:MAX_NAMED] if str(pair) != reported.where),
     )
 
 
@@ -85,10 +87,10 @@ def _location(deviations: Sequence[FeatureDeviation], causes: Sequence[Cause], n
     if now.measurement is None or len(now.measurement.nodes) < 2:
         return Location(None, [])
     nodes = now.measurement.nodes
-    everywhere = any(cause.source == LEARNING_RATE and cause.lowers_threshold for cause in causes)
+    everywhere = any(cause.kind == "learning rate" and cause.lowers_threshold for cause in causes)
     profile = {d.where: d.deviation for d in deviations if d.family == "profile"}
-    rebuilt = {cause.node(nodes) for cause in causes if cause.source.startswith(OPERATIONS)}
-    suspects = rebuilt or {cause.node(nodes) for cause in causes if cause.source.startswith(WEIGHTS)}
+    rebuilt = {cause.node(nodes) for cause in causes if cause.kind == "operations"}
+    suspects = rebuilt or {cause.node(nodes) for cause in causes if cause.kind == "weights"}
     node = suspects.pop() if len(suspects) == 1 else None
     if node is None or everywhere:
         node = max(profile, key=lambda name: abs(profile[name].size), default=nodes[0])
@@ -110,14 +112,14 @@ def _reported_change(
     now: Snapshot,
 ) -> ReportedChange:
     """The member of a family to report: at the location of the event if there is one, else of the highest score."""
-    if family == "loss":
-        where = "loss" if location.node is None else str(location.pairs[0])
-        return ReportedChange("loss", where, math.nan if before is None else before.loss, now.loss)
-    if family == "lambda_1":
-        where = "lambda_1" if location.node is None else str(location.pairs[0])
-        return ReportedChange("hessian", where, _sharpness(before), _sharpness(now))
-    metric = family if family in pair_metric_names() else "resonance"
     scores = {d.where: d.deviation.score for d in deviations if d.family == family}
+    scalar = next((spec for spec in scalar_metrics() if spec.name == family), None)
+    if scalar is not None:
+        key = max(scores, key=lambda key: scores[key])
+        where = key or (family if location.node is None else str(location.pairs[0]))
+        values = _scalar(before, scalar, key), _scalar(now, scalar, key)
+        return ReportedChange("hessian" if family == "lambda_1" else family, where, *values)
+    metric = family if family in pair_metric_names() else "resonance"
     affected = sum(score > AFFECTED for score in scores.values())
     if (metric == "resonance" and (family == "level" or location.node is None)) or (
         location.node is None and affected > WIDESPREAD * len(scores)
@@ -137,9 +139,11 @@ def _message(
 ) -> str:
     """`coupling stem--layer4 fell from 0.82 to 0.31: …; at the same time: …; check …`"""
     metric, up = change.metric, change.after > change.before
-    at = f" {change.where}" if metric not in ("loss", "hessian") else ""
-    values = f"{'rose' if up else 'fell'} from {change.before:.3g} to {change.after:.3g}"
     spec = get("lambda_1" if metric == "hessian" else metric)
+    # a scalar has no place, apart from its key in a list
+    has_place = isinstance(spec, PairMetric) or (isinstance(spec, ScalarMetric) and "{}" in spec.key)
+    at = f" {change.where}" if has_place else ""
+    values = f"{'rose' if up else 'fell'} from {change.before:.3g} to {change.after:.3g}"
     assert spec.alert is not None
     parts = [f"{spec.title}{at} {values}: {spec.alert.rise if up else spec.alert.fall}"]
     if location.node is None:
@@ -158,33 +162,33 @@ def _message(
 
 def _list_causes(causes: Sequence[Cause]) -> str:
     """The most informative kinds first; running statistics all change together, so one of them is enough."""
-    order = (OPERATIONS, LEARNING_RATE, TRAINING_LOSS, WEIGHTS, BUFFERS)
-    kinds = [[cause for cause in causes if cause.source.startswith(kind)] for kind in order]
+    order: tuple[Kind, ...] = ("operations", "learning rate", "training loss", "weights", "statistics")
+    kinds = [[cause for cause in causes if cause.kind == kind] for kind in order]
     kinds[-1] = kinds[-1][:1]
-    shown = [cause.text for kind in kinds for cause in kind][:MOST_CAUSES]
+    shown = [cause.text for kind in kinds for cause in kind][:MAX_CAUSES]
     rest = len(causes) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
 def _suggestion(location: Location, causes: Sequence[Cause]) -> str:
-    def changed(kind: str) -> bool:
-        return any(cause.source.startswith(kind) and cause.lowers_threshold for cause in causes)
+    def changed(kind: Kind) -> bool:
+        return any(cause.kind == kind and cause.lowers_threshold for cause in causes)
 
-    if changed(OPERATIONS):
-        return "what the network computes, which is not the same as"
-    if changed(LEARNING_RATE):
+    if changed("operations"):
+        return "what changed in the forward pass"
+    if changed("learning rate"):
         return "the learning rate"
-    if changed(WEIGHTS) and location.node is not None:
-        return f"what happened to the weights of {location.node}"
-    if changed(TRAINING_LOSS):
-        return "the data and their labels"
-    if changed(BUFFERS):
-        return "running statistics (batch norm)"
+    if changed("weights") and location.node is not None:
+        return f"what changed the weights of {location.node}"
+    if changed("training loss"):
+        return "the data and the labels"
+    if changed("statistics"):
+        return "the running statistics (batch norm)"
     return "the data and the learning rate" if location.node is None else f"what changed in {location.node}"
 
 
-def _sharpness(snapshot: Snapshot | None) -> float:
-    return math.nan if snapshot is None or snapshot.spectrum is None else snapshot.spectrum.sharpness
+def _scalar(snapshot: Snapshot | None, spec: ScalarMetric, key: str) -> float:
+    return math.nan if snapshot is None else spec.scalars(snapshot).get(key or spec.key, math.nan)
 
 
 def _value(snapshot: Snapshot | None, metric: str, where: str) -> float:
@@ -199,11 +203,13 @@ def _value(snapshot: Snapshot | None, metric: str, where: str) -> float:
 
 
 def _mean(snapshot: Snapshot | None, metric: str) -> float:
-    """Over all pairs; geometric for resonances."""
+    """Mean over all pairs, geometric for metrics on a logarithmic scale."""
     if snapshot is None or snapshot.measurement is None:
         return math.nan
-    values = pair_metric(metric).values(snapshot.measurement)
+    spec = pair_metric(metric)
+    values = spec.values(snapshot.measurement)
     values = values[values.isfinite()]
-    if metric != "resonance":
+    positive = values[values > 0]
+    if not spec.log_scale or not len(positive):
         return float(values.mean())
-    return float(values[values > 0].log().mean().exp())
+    return float(positive.log().mean().exp())

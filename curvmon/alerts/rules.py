@@ -18,6 +18,11 @@ MIN_EXCESS = 4.0
 """standard errors by which a value has to exceed its threshold"""
 
 
+def is_number(value: Any) -> bool:
+    """An int or a float; neither a bool nor NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
 @dataclass(frozen=True)
 class AlertRules:
     """What `CurvatureMonitor` raises alerts for; None or False switches a rule off.
@@ -65,12 +70,12 @@ class AlertRules:
             "gn_gap_above",
         ):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            if value is not None and not is_number(value):
                 raise InputError(f"{name} must be a number, or None to switch it off, not {value!r}")
         for name in ("sensitivity", "stalled"):
-            if not isinstance(getattr(self, name), (int, float)) or not getattr(self, name) > 0:
+            if not is_number(getattr(self, name)) or not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"{name} must be a positive number, not {getattr(self, name)!r}")
-        if not isinstance(self.lasting, int) or self.lasting < 1:
+        if not is_number(self.lasting) or not isinstance(self.lasting, int) or self.lasting < 1:
             raise InputError(f"lasting must be an integer of at least 1, not {self.lasting!r}")
 
 

@@ -3,15 +3,22 @@
 from typing import TYPE_CHECKING, Any
 
 from curvmon.metrics.definitions import COUPLING, GN_GAP, RESONANCE, SCALARS, STABLE_RANK
-from curvmon.metrics.registry import AlertSpec, MetricSpec, PairMetric, ScalarMetric, register, unregister
+from curvmon.metrics.registry import (
+    AlertSpec,
+    MetricSpec,
+    PairMetric,
+    ScalarMetric,
+    register,
+    register_built_in,
+    unregister,
+)
 
 if TYPE_CHECKING:
     from curvmon.metrics.mean_curvature import MeanCurvature
 
 __all__ = ["AlertSpec", "MeanCurvature", "MetricSpec", "PairMetric", "ScalarMetric", "register", "unregister"]
 
-for _spec in (RESONANCE, COUPLING, STABLE_RANK, GN_GAP, *SCALARS):
-    register(_spec)
+register_built_in((RESONANCE, COUPLING, STABLE_RANK, GN_GAP, *SCALARS))
 
 
 def __getattr__(name: str) -> Any:

@@ -7,19 +7,16 @@ snapshot has once: the spectrum of the loss Hessian, the loss, the cost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from curvmon.metrics.registry import ALERTS, COST, SPECTRUM, AlertSpec, PairMetric, ScalarMetric
 from curvmon.records import Snapshot
 
-Read = Callable[[Snapshot], Sequence[float]]
 
-
-def _spectrum(attribute: str) -> Read:
+def _spectrum(attribute: str) -> Callable[[Snapshot], Sequence[float]]:
     return lambda snapshot: () if snapshot.spectrum is None else (getattr(snapshot.spectrum, attribute),)
 
 
-def _snapshot(attribute: str) -> Read:
+def _snapshot(attribute: str) -> Callable[[Snapshot], Sequence[float]]:
     return lambda snapshot: (float(getattr(snapshot, attribute)),)
 
 
@@ -27,16 +24,17 @@ def _further_eigenvalues(snapshot: Snapshot) -> Sequence[float]:
     return () if snapshot.spectrum is None else snapshot.spectrum.eigenvalues[1:].tolist()
 
 
-def _scalar(name: str, title: str, key: str, read: Read, **fields: Any) -> ScalarMetric:
-    return ScalarMetric(name=name, title=title, key=key, read=read, **fields)
+def _error_of_top_eigenvalue(snapshot: Snapshot) -> Sequence[float]:
+    return () if snapshot.spectrum is None else snapshot.spectrum.residuals[:1].tolist()
 
 
 SCALARS = (
-    _scalar(
-        "lambda_1",
-        "top eigenvalue",
-        "hessian/lambda_1",
-        _spectrum("sharpness"),
+    ScalarMetric(
+        name="lambda_1",
+        title="top eigenvalue",
+        key="hessian/lambda_1",
+        read=_spectrum("sharpness"),
+        stderr=_error_of_top_eigenvalue,
         symbol="λ₁",
         meaning="the sharpness: largest eigenvalue of the loss Hessian w.r.t. the parameters",
         good="rises until the stability ratio is about 1, then changes slowly",
@@ -52,20 +50,20 @@ SCALARS = (
             fall="the loss became flatter along its sharpest direction",
         ),
     ),
-    _scalar(
-        "lambda_k",
-        "further top eigenvalues",
-        "hessian/lambda_{}",
-        _further_eigenvalues,
+    ScalarMetric(
+        name="lambda_k",
+        title="further top eigenvalues",
+        key="hessian/lambda_{}",
+        read=_further_eigenvalues,
         first=2,
         section=SPECTRUM,
         chart="top eigenvalues",
     ),
-    _scalar(
-        "lambda_min",
-        "smallest eigenvalue",
-        "hessian/lambda_min",
-        _spectrum("smallest"),
+    ScalarMetric(
+        name="lambda_min",
+        title="smallest eigenvalue",
+        key="hessian/lambda_min",
+        read=_spectrum("smallest"),
         symbol="λ_min",
         meaning="the most negative curvature",
         good="small compared with λ₁",
@@ -74,11 +72,11 @@ SCALARS = (
         section=SPECTRUM,
         chart="smallest eigenvalue",
     ),
-    _scalar(
-        "stability_ratio",
-        "stability ratio",
-        "hessian/stability_ratio",
-        _spectrum("stability_ratio"),
+    ScalarMetric(
+        name="stability_ratio",
+        title="stability ratio",
+        key="hessian/stability_ratio",
+        read=_spectrum("stability_ratio"),
         meaning="λ₁ over the largest stable sharpness of the optimizer",
         good="up to about 1, which most runs reach; with mini-batches, several times 1",
         bad="far above 1 for long (alert at 20)",
@@ -86,11 +84,11 @@ SCALARS = (
         section=SPECTRUM,
         chart="distance from the edge of stability",
     ),
-    _scalar(
-        "trace",
-        "trace",
-        "hessian/trace",
-        _spectrum("trace"),
+    ScalarMetric(
+        name="trace",
+        title="trace",
+        key="hessian/trace",
+        read=_spectrum("trace"),
         symbol="tr H",
         meaning="sum of all eigenvalues",
         good="changes slowly",
@@ -99,15 +97,23 @@ SCALARS = (
         section=SPECTRUM,
         chart="trace",
     ),
-    _scalar("trace_stderr", "standard error of the trace", "hessian/trace_stderr", _spectrum("trace_stderr")),
-    _scalar(
-        "ggn_lambda_1", "top eigenvalue of the Gauss-Newton matrix", "hessian/ggn_lambda_1", _spectrum("ggn_eigenvalue")
+    ScalarMetric(
+        name="trace_stderr",
+        title="standard error of the trace",
+        key="hessian/trace_stderr",
+        read=_spectrum("trace_stderr"),
     ),
-    _scalar(
-        "ggn_error",
-        "GGN error",
-        "hessian/ggn_error",
-        _spectrum("ggn_error"),
+    ScalarMetric(
+        name="ggn_lambda_1",
+        title="top eigenvalue of the Gauss-Newton matrix",
+        key="hessian/ggn_lambda_1",
+        read=_spectrum("ggn_eigenvalue"),
+    ),
+    ScalarMetric(
+        name="ggn_error",
+        title="GGN error",
+        key="hessian/ggn_error",
+        read=_spectrum("ggn_error"),
         meaning="relative difference between the top eigenvalue of the Gauss–Newton matrix and λ₁",
         good="near 0",
         bad="near 1",
@@ -115,11 +121,11 @@ SCALARS = (
         section=SPECTRUM,
         chart="error of Gauss-Newton",
     ),
-    _scalar(
-        "loss",
-        "loss of the probe batch",
-        "curvmon/loss",
-        _snapshot("loss"),
+    ScalarMetric(
+        name="loss",
+        title="loss of the probe batch",
+        key="curvmon/loss",
+        read=_snapshot("loss"),
         alert=AlertSpec(
             threshold=9.0,  # a single sample can change it
             family_threshold=9.0,
@@ -128,11 +134,27 @@ SCALARS = (
             fall="the network improved abruptly",
         ),
     ),
-    _scalar("alerts", "alerts so far", "curvmon/alerts", _snapshot("alerts"), section=ALERTS, chart="alerts so far"),
-    _scalar("overhead", "overhead", "curvmon/overhead", _snapshot("overhead"), section=COST, chart="overhead"),
-    _scalar("seconds", "seconds", "curvmon/seconds", _snapshot("seconds"), section=COST, chart="seconds"),
-    _scalar("hvps", "Hessian-vector products", "curvmon/hvps", _snapshot("hvps")),
-    _scalar("skipped", "skipped measurements", "curvmon/skipped", _snapshot("skipped")),
+    ScalarMetric(
+        name="alerts",
+        title="alerts so far",
+        key="curvmon/alerts",
+        read=_snapshot("alerts"),
+        section=ALERTS,
+        chart="alerts so far",
+    ),
+    ScalarMetric(
+        name="overhead",
+        title="overhead",
+        key="curvmon/overhead",
+        read=_snapshot("overhead"),
+        section=COST,
+        chart="overhead",
+    ),
+    ScalarMetric(
+        name="seconds", title="seconds", key="curvmon/seconds", read=_snapshot("seconds"), section=COST, chart="seconds"
+    ),
+    ScalarMetric(name="hvps", title="Hessian-vector products", key="curvmon/hvps", read=_snapshot("hvps")),
+    ScalarMetric(name="skipped", title="skipped measurements", key="curvmon/skipped", read=_snapshot("skipped")),
 )
 
 

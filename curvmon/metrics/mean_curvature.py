@@ -29,8 +29,8 @@ class MeanCurvature(Metric):
     each. States stay float64 in a module of any precision. Memory: a dozen (n, n) matrices; cost: no products.
 
     Args:
-        nodes: of the measurements to come, in execution order.
-        kwargs: of `torchmetrics.Metric`.
+        nodes: nodes of the measurements to come, in execution order.
+        kwargs: arguments of `torchmetrics.Metric`.
 
     Raises:
         InputError: nodes is empty, or a measurement has other nodes.

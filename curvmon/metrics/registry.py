@@ -1,38 +1,48 @@
 """The metric registry: one specification per quantity, read by loggers, dashboards, figures, alerts and the README.
 
-To add a pair metric, write its `PairMetric` in a file of its own and add it to the list in
-`curvmon/metrics/__init__.py`. Outside curvmon, pass it to `register` before the monitor is constructed.
+The built-in metrics are in `definitions.py`. A further one needs a file of its own and one call of `register`, before
+the monitor is constructed; loggers, dashboards, figures, the console and alerts then include it.
+
+A pair metric is a function of the matrices of a `Measurement`: it cannot add a quantity that is not measured. The
+methods of `Measurement` do not include it: `by_distance("my_metric")` raises, and `print(measurement)` does not show
+it. Use `PairMetric.by_distance(measurement)`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from curvmon.errors import InputError, warn
-from curvmon.records import Measurement, Snapshot, mean_by_distance
+from curvmon.records import METRICS, Measurement, Snapshot, mean_by_distance
 
 LAYERS, SPECTRUM, ALERTS, COST = "curvature between layers", "spectrum of the Hessian", "alerts", "cost"
 """sections of a dashboard"""
+_RESERVED_NAMES = ("level", "profile", "contrast", "hessian")
+"""parts of the resonance, and the metric of alerts on λ₁, in `curvmon.alerts`"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlertSpec:
     """When a change of log(value + offset) is significant, and what it means.
 
+    Values that are not positive after the offset is added have no logarithm and are skipped. The monitor multiplies
+    both thresholds by `DetectorSettings.threshold_factor`.
+
     Attributes:
-        threshold: of the largest deviation among all features of the metric, in standard deviations.
-        family_threshold: of the root mean square deviation of all features, in standard deviations.
+        threshold: threshold of the largest deviation among all values of the metric, in standard deviations.
+        family_threshold: threshold of the root mean square deviation of all values, in standard deviations.
         smallest_change: |Δ log(value + offset)| below which a change is never reported.
-        rise: what an increase means, in a clause.
-        fall: what a decrease means.
-        offset: added before the logarithm; values well below it count as zero.
-        per_pair: every pair is a feature; False for resonance, which `alerts.features` decomposes first.
+        rise: meaning of an increase, one clause of the alert's message.
+        fall: meaning of a decrease, one clause.
+        offset: number added before the logarithm; values well below it count as zero.
+        per_pair: whether every pair is a feature; False for resonance alone, which `alerts.features` decomposes first.
     """
 
     threshold: float
@@ -46,18 +56,18 @@ class AlertSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec:
-    """What is the same for every quantity.
+    """Fields that pair metrics and scalar metrics share.
 
     Attributes:
         name: unique identifier, `"resonance"`.
-        title: how people call it, `"stable rank"`.
-        symbol: `"D"`; empty if it has none.
+        title: display name, `"stable rank"`.
+        symbol: mathematical symbol, `"D"`; empty if it has none.
         meaning: one clause for the README's table; empty for quantities that are not in it.
         good: values to expect in a healthy run.
         bad: values to worry about.
-        action: what to do about them.
-        log_scale: charts and colours are logarithmic.
-        section: of a dashboard.
+        action: what to do about bad values.
+        log_scale: whether charts and colours are logarithmic.
+        section: section of a dashboard.
         chart: title of its chart in a dashboard; empty for none. Metrics with the same title share a chart.
         alert: how changes are detected; None if they are not.
     """
@@ -87,14 +97,17 @@ class MetricSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PairMetric(MetricSpec):
-    """A number for every pair of nodes.
+    """A number for every pair of nodes. It also has the fields of `MetricSpec`: name, title, alert, ….
+
+    Where `compute` raises or returns something else than two (n, n) matrices, the metric is NaN, with one warning.
 
     Attributes:
-        compute: the (n, n) matrices of values and of standard errors of a measurement; None: its fields of that name.
-        unit_diagonal: 1 on the diagonal by definition, which is not logged.
-        figure_title: above heatmaps and curves; the title by default.
+        compute: function from a measurement to two (n, n) matrices, values and their standard errors; called once per
+            measurement. None only for the built-in metrics, which are fields of `Measurement`.
+        unit_diagonal: whether the diagonal is 1 by definition; it is not logged then.
+        figure_title: title of heatmaps and curves; `title` by default.
         color_range: lowest colour of a linear scale, and the value that its highest colour reaches at least.
-        axis_max: the axis of a linear curve starts at 0 and reaches at least this; None: fitted to the values.
+        axis_max: least upper end of the axis of a linear curve, which starts at 0; None: fitted to the values.
     """
 
     compute: Callable[[Measurement], tuple[Tensor, Tensor]] | None = None
@@ -103,6 +116,10 @@ class PairMetric(MetricSpec):
     color_range: tuple[float, float] = (0.0, 1.0)
     axis_max: float | None = None
     section: str = LAYERS
+    _latest: list[tuple[weakref.ref[Measurement], Tensor, Tensor]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """the latest measurement with its matrices: loggers, figures and alerts ask for the same one in turn"""
 
     def values(self, measurement: Measurement) -> Tensor:
         """(n, n), float64 on the CPU, in the order of the nodes; NaN where undefined, or if `compute` raises."""
@@ -115,14 +132,18 @@ class PairMetric(MetricSpec):
     def _matrices(self, measurement: Measurement) -> tuple[Tensor, Tensor]:
         if self.compute is None:
             return getattr(measurement, self.name), measurement.stderr[self.name]
+        for reference, values, stderr in self._latest:
+            if reference() is measurement:
+                return values, stderr
         n = len(measurement.nodes)
         try:
             values, stderr = (torch.as_tensor(m, dtype=torch.float64, device="cpu") for m in self.compute(measurement))
-            return values.reshape(n, n), stderr.reshape(n, n)
+            values, stderr = values.reshape(n, n), stderr.reshape(n, n)
         except Exception as error:  # a user's function must not stop a run
-            warn(f"metric {self.name!r} could not be computed ({type(error).__name__}: {error}); training goes on")
-            undefined = torch.full((n, n), math.nan, dtype=torch.float64, device="cpu")
-            return undefined, undefined
+            _warn_of(error, self.name)
+            values = stderr = torch.full((n, n), math.nan, dtype=torch.float64, device="cpu")
+        self._latest[:] = [(weakref.ref(measurement), values, stderr)]
+        return values, stderr
 
     def by_distance(self, measurement: Measurement) -> Tensor:
         """Mean over the pairs at distance d = 0, 1, …, n-1; only finite entries count."""
@@ -139,46 +160,115 @@ class PairMetric(MetricSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarMetric(MetricSpec):
-    """A number, or a numbered list of them, for every snapshot.
+    """A number, or a numbered list of them, for every snapshot. It also has the fields of `MetricSpec`: name, title, ….
+
+    Where `read` or `stderr` raises or returns something else than numbers, there is no value, with one warning.
 
     Attributes:
-        key: under which it is logged; `{}` stands for the number of a value in a list.
-        read: its values; empty where it was not measured.
+        key: logger key; `{}` stands for the number of a value in a list.
+        read: function from a snapshot to the values, `lambda snapshot: [snapshot.loss]`; empty where not measured.
+        stderr: function from a snapshot to the standard errors, used by alerts; None: the values are exact.
         first: number of the first value of a list.
     """
 
     key: str
     read: Callable[[Snapshot], Sequence[float]]
+    stderr: Callable[[Snapshot], Sequence[float]] | None = None
     first: int = 1
 
     def scalars(self, snapshot: Snapshot) -> dict[str, float]:
         """The values by their logger keys."""
-        return {self.key.format(i): value for i, value in enumerate(self.read(snapshot), self.first)}
+        return self._by_key(self.read, snapshot)
+
+    def errors(self, snapshot: Snapshot) -> dict[str, float]:
+        """Standard errors by logger key; a missing one is 0."""
+        return {} if self.stderr is None else self._by_key(self.stderr, snapshot)
+
+    def _by_key(self, read: Callable[[Snapshot], Sequence[float]], snapshot: Snapshot) -> dict[str, float]:
+        try:
+            return {self.key.format(i): float(value) for i, value in enumerate(read(snapshot), self.first)}
+        except Exception as error:  # a user's function must not stop a run
+            _warn_of(error, self.name)
+            return {}
 
     @property
     def chart_keys(self) -> str:
         return self.key.format(r"\d+")
 
 
+def _warn_of(error: Exception, name: str) -> None:
+    """From one place, so that Python shows the same message once per run."""
+    warn(f"metric {name!r} could not be computed ({type(error).__name__}: {error}); training goes on")
+
+
 Spec = TypeVar("Spec", bound=MetricSpec)
 _REGISTRY: dict[str, MetricSpec] = {}
+_BUILT_IN: set[str] = set()
 
 
 def register(spec: Spec) -> Spec:
-    """Make a metric known to loggers, figures, dashboards and alerts.
+    """Add a metric to loggers, figures, dashboards, the console and alerts. Call it before a monitor is constructed.
+
+    A metric is a function of what was measured. `Measurement.by_distance` and `print(measurement)` do not include it.
+    Returns `spec`.
+
+    Args:
+        spec: a `PairMetric`, one number per pair of layers, or a `ScalarMetric`, one or several numbers per snapshot.
 
     Raises:
-        InputError: the name is taken.
+        InputError: the name is taken or reserved, a pair metric has no `compute`, or its alert has `per_pair=False`.
+
+    Example:
+        >>> from curvmon.metrics import AlertSpec, PairMetric, register, unregister
+        >>> def spectral_norm(measurement):  # values and their standard errors
+        ...     return measurement.spectral_norm, 0.01 * measurement.spectral_norm
+        >>> alert = AlertSpec(threshold=6.0, family_threshold=4.0, smallest_change=0.4,
+        ...                   rise="one direction curves more strongly", fall="one direction became flatter")
+        >>> metric = register(PairMetric(name="spectral_norm", title="spectral norm", symbol="S", log_scale=True,
+        ...                              chart="spectral norm by distance", compute=spectral_norm, alert=alert))
+        >>> import torch, curvmon
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        >>> measurement = curvmon.measure(net, torch.randn(16, 4), loss=lambda net, x: net(x).square().mean())
+        >>> bool((metric.values(measurement) == measurement.spectral_norm).all())
+        True
+        >>> monitor = curvmon.CurvatureMonitor(metrics=["coupling", "spectral_norm"])
+        >>> unregister("spectral_norm")
     """
+    if not isinstance(spec, (PairMetric, ScalarMetric)):
+        raise InputError(f"register takes a PairMetric or a ScalarMetric, not {type(spec).__name__}")
     if spec.name in _REGISTRY:
         raise InputError(f"a metric named {spec.name!r} is registered already")
+    if spec.name in _RESERVED_NAMES:
+        raise InputError(f"the name {spec.name!r} is reserved; alerts use it for something else")
+    if isinstance(spec, PairMetric) and spec.compute is None and spec.name not in METRICS:
+        raise InputError(
+            f"metric {spec.name!r} needs compute, a function from a measurement to (values, standard errors): "
+            f"only {', '.join(METRICS)} are fields of a measurement"
+        )
+    if spec.alert is not None and not spec.alert.per_pair and spec.name != "resonance":
+        raise InputError(f"the alert of metric {spec.name!r} has per_pair=False, which is for resonance alone")
     _REGISTRY[spec.name] = spec
     return spec
 
 
+def register_built_in(specs: Iterable[MetricSpec]) -> None:
+    """Register metrics that cannot be unregistered."""
+    for spec in specs:
+        _BUILT_IN.add(register(spec).name)
+
+
 def unregister(name: str) -> None:
-    """Undo `register`."""
-    del _REGISTRY[name]
+    """Undo `register`.
+
+    Args:
+        name: name of a metric that is not built-in.
+
+    Raises:
+        InputError: there is none of that name, or it is built-in.
+    """
+    if name in _BUILT_IN:
+        raise InputError(f"metric {name!r} is built-in and cannot be unregistered")
+    del _REGISTRY[get(name).name]
 
 
 def get(name: str) -> MetricSpec:

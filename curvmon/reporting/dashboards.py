@@ -22,7 +22,7 @@ def wandb_workspace(entity: str, project: str, name: str = "curvature", prefix: 
     Args:
         entity: user or organization.
         project: its runs are shown.
-        name: of the workspace.
+        name: name of the workspace.
         prefix: the `log_key_prefix` of the monitor.
 
     Example:
@@ -80,9 +80,9 @@ class Chart(NamedTuple):
     """One chart of a dashboard.
 
     Attributes:
-        title: above it.
+        title: title above it.
         names: regular expression; the keys that match are its lines.
-        log_scale: of the y-axis.
+        log_scale: whether the y-axis is logarithmic.
     """
 
     title: str

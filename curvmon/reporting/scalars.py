@@ -59,7 +59,7 @@ def groups() -> tuple[str, ...]:
     return (*(f"{group}/*" for group in (*pair_metric_names(), *scalar_groups, "heatmap")), BY_DISTANCE, EIGENVALUES)
 
 
-MOST_NODES_IN_PAIRS = 6
+MAX_NODES_IN_PAIRS = 6
 """with more nodes, pairs are not logged one by one: hundreds of charts freeze a dashboard"""
 Pairs = bool | Literal["auto"]
 _NOT_EVERYWHERE = re.compile(r"[^A-Za-z0-9_/. -]")
@@ -78,7 +78,7 @@ def scalars(snapshot: Snapshot, *, metrics: Sequence[str] | None = None, pairs: 
     if snapshot.measurement is not None:
         for name in pair_metric_names() if metrics is None else metrics:
             values.update(_by_distance(snapshot.measurement, pair_metric(name)))
-            if pairs is True or (pairs == "auto" and len(snapshot.measurement.nodes) <= MOST_NODES_IN_PAIRS):
+            if pairs is True or (pairs == "auto" and len(snapshot.measurement.nodes) <= MAX_NODES_IN_PAIRS):
                 values.update(_one_by_one(snapshot.measurement, pair_metric(name)))
     for spec in scalar_metrics():
         values.update(spec.scalars(snapshot))

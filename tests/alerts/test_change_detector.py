@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import math
 import random
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
 
-from curvmon import ChangeDetector
+from curvmon import ChangeDetector, Sensitivity
 
 KINDS = ("stationary", "trend", "decay", "wider and wider", "autoregressive", "walk")
 
@@ -114,3 +116,15 @@ def test_unknown_scales_and_options_are_refused() -> None:
         ChangeDetector(scale="cubic")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         ChangeDetector(no_such_option=1)
+
+
+@pytest.mark.parametrize("value", [True, math.nan, "1"])
+@pytest.mark.parametrize("name", [field.name for field in fields(Sensitivity)])
+def test_sensitivity_takes_numbers_only(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a number"):
+        ChangeDetector(**{name: value})
+
+
+def test_warm_up_is_an_integer() -> None:
+    with pytest.raises(ValueError, match="warm_up must be an integer"):
+        ChangeDetector(warm_up=6.5)

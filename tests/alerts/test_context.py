@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from curvmon.alerts.context import Cause, Context, ContextTracker, context_values
+from curvmon.alerts.context import Cause, Context, ContextTracker, Source, context_values
 from curvmon.alerts.manager import AlertManager
 from tests.helpers.synthetic_snapshots import NODES, snapshot
 
@@ -28,8 +28,8 @@ def causes_of(contexts: list[Context]) -> list[list[Cause]]:
     return causes
 
 
-def values(name: str, sequence: list[float]) -> list[Context]:
-    return [Context({name: value}) for value in sequence]
+def values(source: Source, sequence: list[float]) -> list[Context]:
+    return [Context({source: value}) for value in sequence]
 
 
 def test_values_that_follow_their_forecast_are_no_cause() -> None:
@@ -37,24 +37,29 @@ def test_values_that_follow_their_forecast_are_no_cause() -> None:
     cosine = [0.1 * (1 + math.cos(math.pi * t / 40)) for t in range(38)]
     losses = [2.0 * math.exp(-t / 8) * (1 + 0.05 * rng.gauss(0, 1)) + 0.1 for t in range(38)]
     norms = [10 + 0.05 * t + 0.02 * rng.gauss(0, 1) for t in range(38)]
-    for name, sequence in [("learning rate", cosine), ("training loss", losses), ("norm of a.weight", norms)]:
-        assert not any(causes_of(values(name, sequence))), name
+    sources: list[tuple[Source, list[float]]] = [
+        (("learning rate", ""), cosine),
+        (("training loss", ""), losses),
+        (("weights", "a.weight"), norms),
+    ]
+    for source, sequence in sources:
+        assert not any(causes_of(values(source, sequence))), source
 
 
 @pytest.mark.parametrize(
-    ("name", "factor", "lowers_threshold"),
+    ("source", "name", "factor", "lowers_threshold"),
     [
-        ("learning rate", 20.0, True),
-        ("learning rate", 0.1, False),  # a schedule
-        ("training loss", 5.0, True),
-        ("training loss", 0.2, False),
-        ("norm of a.weight", 0.7, True),
-        ("norm of a.weight", 1.4, True),
-        ("statistics in a.running_var", 0.3, True),
+        (("learning rate", ""), "learning rate", 20.0, True),
+        (("learning rate", ""), "learning rate", 0.1, False),  # a schedule
+        (("training loss", ""), "training loss", 5.0, True),
+        (("training loss", ""), "training loss", 0.2, False),
+        (("weights", "a.weight"), "norm of a.weight", 0.7, True),
+        (("weights", "a.weight"), "norm of a.weight", 1.4, True),
+        (("statistics", "a.running_var"), "statistics in a.running_var", 0.3, True),
     ],
 )
-def test_a_jump_is_reported_once(name: str, factor: float, lowers_threshold: bool) -> None:
-    causes = causes_of(values(name, [1.0] * 8 + [factor] * 8))
+def test_a_jump_is_reported_once(source: Source, name: str, factor: float, lowers_threshold: bool) -> None:
+    causes = causes_of(values(source, [1.0] * 8 + [factor] * 8))
     assert [bool(now) for now in causes] == [t == 8 for t in range(16)]
     ((cause,),) = (now for now in causes if now)
     assert cause.text == f"{name} x {factor:.3g}" and cause.lowers_threshold is lowers_threshold
@@ -62,10 +67,12 @@ def test_a_jump_is_reported_once(name: str, factor: float, lowers_threshold: boo
 
 def test_the_innermost_node_of_a_tensor() -> None:
     nodes = ["blocks", "blocks.1", "head"]
-    assert Cause("", "norm of blocks.1.conv1.weight", 9.0, True).node(nodes) == "blocks.1"
-    assert Cause("", "norm of blocks.10.weight", 9.0, True).node(nodes) == "blocks"
-    assert Cause("", "operations of head", 9.0, True).node(nodes) == "head"
-    assert Cause("", "norm of stem.weight", 9.0, True).node(nodes) is None
+    assert Cause("weights", "blocks.1.conv1.weight", "", 9.0, True).node(nodes) == "blocks.1"
+    assert Cause("weights", "blocks.10.weight", "", 9.0, True).node(nodes) == "blocks"
+    assert Cause("statistics", "blocks.1.norm.running_var", "", 9.0, True).node(nodes) == "blocks.1"
+    assert Cause("operations", "head", "", 9.0, True).node(nodes) == "head"
+    assert Cause("weights", "stem.weight", "", 9.0, True).node(nodes) is None
+    assert Cause("learning rate", "", "", 9.0, True).node(nodes) is None
 
 
 class Block(nn.Module):
@@ -112,11 +119,11 @@ def test_context_values_of_a_model() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).double()
     net.half_precise = nn.Parameter(torch.full((70_000,), 60_000.0, dtype=torch.float16))
     current = context_values(net, 0.3, 1.5)
-    assert current["learning rate"] == 0.3 and current["training loss"] == 1.5
-    assert current["norm of 0.weight"] == pytest.approx(net[0].weight.norm().item())
-    assert current["statistics in 1.running_var"] == pytest.approx(math.sqrt(8))
-    assert current["norm of half_precise"] == pytest.approx(60_000 * math.sqrt(70_000), rel=1e-3)
-    assert "training loss" not in context_values(net, 0.3)
+    assert current["learning rate", ""] == 0.3 and current["training loss", ""] == 1.5
+    assert current["weights", "0.weight"] == pytest.approx(net[0].weight.norm().item())
+    assert current["statistics", "1.running_var"] == pytest.approx(math.sqrt(8))
+    assert current["weights", "half_precise"] == pytest.approx(60_000 * math.sqrt(70_000), rel=1e-3)
+    assert ("training loss", "") not in context_values(net, 0.3)
 
 
 def test_a_change_with_a_cause_needs_less_evidence() -> None:
@@ -126,7 +133,7 @@ def test_a_change_with_a_cause_needs_less_evidence() -> None:
         rng, manager, raised_at = random.Random(1), AlertManager(), []
         for i in range(20):
             now = snapshot(i, rng, dict.fromkeys(NODES, 3.0 if i >= 15 else 1.0))
-            rate = Context({"learning rate": factor if i >= 15 else 1.0})
+            rate = Context({("learning rate", ""): factor if i >= 15 else 1.0})
             raised_at += [i for alert in manager.update(now, (), rate) if alert.level != "info"]
         return raised_at
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import pytest
 
 from curvmon import ChangeDetector
-from curvmon.alerts.detector import Detector, DetectorSettings, Thresholds
+from curvmon.alerts.detector import Cusum, Detector, DetectorSettings, Thresholds
 from curvmon.alerts.features import Feature
-from curvmon.alerts.forecast import Cusum, Deviation
+from curvmon.alerts.forecast import Deviation
 
 THRESHOLDS: Mapping[str, Thresholds] = {"a": Thresholds(6.0, 3.0, 0.3), "b": Thresholds(6.0, 3.0, 0.3)}
 PLAIN = DetectorSettings(threshold_factor=1.0, settled=6, rejected_factor=0.0)

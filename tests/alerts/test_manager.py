@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from curvmon import AlertRules
-from curvmon.alerts.context import Context
+from curvmon.alerts.context import Context, Source
+from curvmon.alerts.detector import DetectorSettings
 from curvmon.alerts.manager import AlertManager
 from curvmon.records import Snapshot
 from tests.helpers.synthetic_snapshots import NODES, snapshot
@@ -74,8 +76,11 @@ def test_causes_are_named() -> None:
     rng, manager, past, messages = random.Random(0), AlertManager(), [], []
     for i in range(20):
         now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
-        rate = {"learning rate": 0.1 if i < 15 else 2.0, "norm of a.weight": 1.0 + 0.001 * i}
-        messages += [alert.message for alert in manager.update(now, past, Context(rate))]
+        values: dict[Source, float] = {
+            ("learning rate", ""): 0.1 if i < 15 else 2.0,
+            ("weights", "a.weight"): 1.0 + 0.001 * i,
+        }
+        messages += [alert.message for alert in manager.update(now, past, Context(values))]
         past.append(now)
     (message,) = messages
     assert "learning rate x 20" in message and "check the learning rate" in message and "norm of" not in message
@@ -99,6 +104,16 @@ def test_a_missing_value_before_is_replaced_by_the_forecast() -> None:
         raised += [alert for alert in manager.update(now, [Snapshot(step=i, epoch=i)]) if alert.level != "info"]
     (alert,) = raised
     assert 0 < alert.before < alert.after and " rose from " in alert.message
+
+
+def test_a_drift_is_reported_as_a_drift() -> None:
+    manager, past, raised = AlertManager(settings=DetectorSettings(drift_threshold=8.0, threshold_factor=50.0)), [], []
+    rng = random.Random(0)
+    for i in range(40):
+        now = snapshot(i, rng, {"b": math.exp(0.12 * max(0, i - 15))})
+        raised += [alert for alert in manager.update(now, past) if alert.level != "info"]
+        past.append(now)
+    assert raised and {alert.kind for alert in raised} == {"drift"}
 
 
 def test_sensitivity_is_a_factor() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from curvmon import Alert, AlertRules, Measurement, Spectrum
 from curvmon.alerts.rules import RuleChecker
+from curvmon.errors import InputError
 from curvmon.records import Snapshot
 
 NODES = ("a", "b", "c")
@@ -137,3 +138,10 @@ def test_a_gap_with_infinite_error_raises_nothing() -> None:
         AlertRules(gn_gap_above=0.5), *(at(i, measurement=measurement(gap=0.9, error=math.inf)) for i in range(4))
     )
     assert not any("gn_gap_above" in kinds for kinds in raised)
+
+
+@pytest.mark.parametrize("value", [True, math.nan, "1"])
+@pytest.mark.parametrize("name", ["sensitivity", "stalled", "lasting", "edge_of_stability", "saddle", "gn_gap_above"])
+def test_rules_take_numbers_only(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{name} must be a"):
+        AlertRules(**{name: value})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ import curvmon
 import curvmon.metrics.mean_curvature
 from curvmon import Alert, CurvatureMonitor, CurvmonError
 from curvmon.alerts.manager import AlertManager
-from curvmon.metrics import PairMetric, register, registry, unregister
+from curvmon.errors import InputError
+from curvmon.metrics import PairMetric, ScalarMetric, register, registry, unregister
 from curvmon.records import METRICS, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.console import summary
@@ -188,6 +190,96 @@ def test_metric_that_cannot_be_computed_is_undefined(compute: Any) -> None:
             assert alerts_of_a_jump(5.0) == []
     finally:
         unregister("broken")
+
+
+def test_compute_is_called_once_per_measurement() -> None:
+    """By alerts, loggers, the console and figures together."""
+    computed: list[int] = []
+
+    def compute(measurement: curvmon.Measurement) -> tuple[torch.Tensor, torch.Tensor]:
+        computed.append(id(measurement))
+        return measurement.spectral_norm, 0.01 * measurement.spectral_norm
+
+    spec = register(replace(TOY, name="counted", compute=compute))
+    try:
+        for _ in range(2):
+            computed.clear()
+            current = Snapshot(step=0, epoch=0, measurement=synthetic_measurement(4))
+            assert current.measurement is not None
+            AlertManager().update(current)
+            assert "counted/mean_d1" in scalars(current, pairs=True) and "Y(layer1" in summary(current)
+            figures.by_distance(current.measurement), figures.heatmap(current.measurement, "counted")
+            assert torch.equal(spec.stderr(current.measurement), 0.01 * current.measurement.spectral_norm)
+            assert computed == [id(current.measurement)]
+    finally:
+        unregister("counted")
+
+
+def test_metrics_that_cannot_work_are_refused() -> None:
+    with pytest.raises(InputError, match="metric 'foo' needs compute"):
+        register(PairMetric(name="foo", title="foo"))
+    with pytest.raises(InputError, match="register takes a PairMetric or a ScalarMetric, not str"):
+        register("foo")  # type: ignore[type-var]
+    with pytest.raises(InputError, match="the name 'level' is reserved"):
+        register(replace(TOY, name="level"))
+    assert TOY.alert is not None
+    with pytest.raises(InputError, match="has per_pair=False"):
+        register(replace(TOY, alert=replace(TOY.alert, per_pair=False)))
+    assert "foo" not in registry.pair_metric_names()
+
+
+def test_built_in_metrics_stay() -> None:
+    for name in ("coupling", "lambda_1"):
+        with pytest.raises(InputError, match=f"metric '{name}' is built-in"):
+            unregister(name)
+        assert registry.get(name).name == name
+    with pytest.raises(InputError, match="no metric 'foo'"):
+        unregister("foo")
+
+
+# ---- a further scalar metric ----
+
+
+@pytest.mark.parametrize("read", [lambda snapshot: 1 / 0, lambda snapshot: None, lambda snapshot: ["a"]])
+def test_scalar_that_cannot_be_read_has_no_value(read: Any) -> None:
+    """And one warning, however often it is read."""
+    register(ScalarMetric(name="broken", title="broken", key="broken/x", read=read, alert=TOY.alert))
+    try:
+        current = Snapshot(step=0, epoch=0, measurement=synthetic_measurement(3))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(3):
+                keys = scalars(current)
+                AlertManager().update(current)
+        assert "coupling/mean_d1" in keys and "broken/x" not in keys
+        (warning,) = caught
+        assert "metric 'broken' could not be computed (" in str(warning.message)
+    finally:
+        unregister("broken")
+
+
+@pytest.mark.parametrize(("key", "place"), [("own/size", "size of the run"), ("own/size_{}", "own/size_2")])
+def test_alert_of_a_further_scalar(key: str, place: str) -> None:
+    """It is reported under its own name and title, not as a resonance."""
+
+    def read(snapshot: Snapshot) -> list[float]:
+        sizes = [1.0 + 0.01 * (snapshot.step % 2), 3.0 if snapshot.step < 15 else 12.0]
+        return sizes if "{}" in key else sizes[1:]
+
+    assert TOY.alert is not None
+    register(ScalarMetric(name="size", title="size of the run", key=key, read=read, alert=TOY.alert))
+    try:
+        manager, past, alerts = AlertManager(), [], []
+        for i in range(20):
+            current = Snapshot(step=i, epoch=i, measurement=synthetic_measurement(4))
+            alerts += [alert for alert in manager.update(current, past) if alert.level != "info"]
+            past.append(current)
+        (alert,) = alerts
+        assert (alert.kind, alert.metric, alert.step, alert.before, alert.after) == ("jump", "size", 15, 3.0, 12.0)
+        assert alert.message.startswith("size of the run ") and f"{place} rose from 3 to 12: " in alert.message
+        assert "the toy metric rises in tests only" in alert.message and "resonance" not in alert.message
+    finally:
+        unregister("size")
 
 
 def test_no_alert_without_the_registration() -> None:

@@ -191,8 +191,8 @@ def test_context_skips_tensors_without_a_norm() -> None:
     model.register_buffer("narrow", torch.ones(16, dtype=torch.bfloat16))
     model.register_parameter("lazy", nn.UninitializedParameter())
     found = context_values(model)
-    assert set(found) == {"norm of weight", "norm of bias", "statistics in narrow"}
-    assert found["statistics in narrow"] == 4.0
+    assert set(found) == {("weights", "weight"), ("weights", "bias"), ("statistics", "narrow")}
+    assert found["statistics", "narrow"] == 4.0
 
 
 class Jump(pl.Callback):
