@@ -22,10 +22,9 @@ from curvmon.metrics.registry import pair_metric_names
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner
-from curvmon.monitor.pairs_and_spectrum import Settings
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
-from curvmon.monitor.settings import check_settings
+from curvmon.monitor.settings import Settings, check_settings
 from curvmon.records import Alert, Measurement, Snapshot, Spectrum
 from curvmon.reporting.reporter import Report
 
