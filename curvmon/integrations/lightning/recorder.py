@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from curvmon.errors import warn
 from curvmon.integrations.lightning.alerting import Alerting
+from curvmon.integrations.lightning.compatibility import check_nodes
 from curvmon.integrations.lightning.training_step import isolated_step, step_loss
 from curvmon.monitor.budget import Budget, Plan
 from curvmon.monitor.fallbacks import RESPONSES, Failure
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner, Target
 from curvmon.monitor.process_group import Ranks
-from curvmon.records import Snapshot
+from curvmon.records import Alert, Snapshot
 from curvmon.reporting.console import progress
 from curvmon.reporting.reporter import Report
 
@@ -55,6 +56,41 @@ class Recorder:
         self.report = report
         self._loss = loss
         self._warned: set[str] = set()
+
+    @property
+    def alerts(self) -> list[Alert]:
+        return self.alerting.alerts
+
+    @property
+    def notices(self) -> list[Alert]:
+        return self.alerting.notices
+
+    def check(self, pl_module: pl.LightningModule) -> None:
+        """Before training. Raises NodeError for names that match no module; warns if matplotlib is missing."""
+        settings = self.runner.settings
+        check_nodes(pl_module, settings.nodes)
+        check_nodes(pl_module, None if settings.output is None else [settings.output])
+        if self.report.lacks_pictures:
+            self.warn("heatmaps need matplotlib (pip install matplotlib); numbers are logged all the same")
+
+    def start_training(self) -> None:
+        self.budget.start_training()
+
+    def start_validation(self) -> None:
+        self.runner.probe.start_validation()
+
+    def observe_batch(self, source: str, batch: Any) -> None:
+        """Captures the batch if it belongs to the probe batch."""
+        self.runner.probe.observe(source, batch)
+
+    def observe_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
+        """After a training step: its learning rate and its loss, as context of alerts."""
+        self.alerting.observe_step(trainer, pl_module, outputs)
+
+    @property
+    def probe_is_short(self) -> bool:
+        """Fewer samples have been captured than the probe batch should have."""
+        return self.runner.probe.is_short()
 
     def measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule, ranks: Ranks, step: int) -> bool:
         """Called by all ranks together; False if the run cannot be measured.
