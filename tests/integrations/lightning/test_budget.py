@@ -9,9 +9,9 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from curvmon import CurvatureMonitor
 from curvmon.monitor.budget import FREE_SECONDS, Budget
 from curvmon.monitor.measurement import Outcome, attempt
+from tests.helpers.budgets import monitor_with
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.lightning_runs import QUIET
 from tests.helpers.module_zoo import BATCH, REGRESSION, REGRESSION_VAL, Regression
@@ -31,8 +31,8 @@ class Run:
     """Four steps an epoch, and `seconds` for every product of a measurement."""
 
     def __init__(self, seconds: float, epochs: int, free: float = FREE_SECONDS, **options: Any) -> None:
-        clock, self.monitor, self.trained = FakeClock(), CurvatureMonitor(**options), 4.0 * epochs
-        self.budget = self.monitor._recorder.budget = Budget(options.get("max_overhead", 0.05), free, clock)
+        clock, self.trained = FakeClock(), 4.0 * epochs
+        self.budget = Budget(options.get("max_overhead", 0.05), free, clock)
 
         def timed_attempt(*args: Any) -> Outcome:
             outcome = attempt(*args)
@@ -40,7 +40,7 @@ class Run:
             clock.advance(seconds * sum(part.hvps for part in parts if part is not None))
             return outcome
 
-        self.monitor._recorder.runner._attempt = timed_attempt
+        self.monitor = monitor_with(self.budget, timed_attempt, **options)
         torch.manual_seed(0)
         began = clock()
         trainer = pl.Trainer(callbacks=[Timed(clock), self.monitor], **{**QUIET, "max_epochs": epochs})
