@@ -175,8 +175,8 @@ class MeasurementRunner:
         attempt: makes one attempt; replaced in tests.
 
     Attributes:
-        settings: as passed; never changed.
-        probe: as passed.
+        settings: what to measure; never changed.
+        probe: the batch to measure on.
         parts: what is measured: "pairs", "spectrum" or both. A part that can never work is dropped for the run.
     """
 

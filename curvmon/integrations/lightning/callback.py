@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 VERSION = 2
-"""of the state in checkpoints"""
+"""version of the state in checkpoints"""
 
 
 class CurvatureMonitor(CallbackBase):
@@ -64,7 +64,7 @@ class CurvatureMonitor(CallbackBase):
         heatmaps: also log figures (needs matplotlib).
         alerts: raise alerts on abrupt changes and on the rules of `AlertRules`; False for none.
         on_alert: a function that is called with every `Alert` (on rank 0), or "stop" or "checkpoint".
-        seed: of the random probes.
+        seed: seed of the random probes.
         log_key_prefix: in front of every key; two monitors in one Trainer need different ones.
         verbose: print a line for every measurement.
         strict: raise if a run cannot be monitored (FSDP, manual optimisation without `loss`) instead of warning.

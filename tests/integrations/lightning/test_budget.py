@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from curvmon.monitor.budget import FREE_SECONDS, Budget
+from curvmon.monitor.fallbacks import Failure
 from curvmon.monitor.measurement import Outcome, attempt
 from tests.helpers.budgets import monitor_with
 from tests.helpers.fake_clock import FakeClock
@@ -83,3 +85,19 @@ def test_short_runs_are_measured_in_full() -> None:
 def test_no_limit() -> None:
     run = Run(1000.0, epochs=4, eigenvalues=0, max_overhead=None)
     assert len(run.monitor.history) == 5 and run.snapshots[-1].overhead == pytest.approx(run.spent / run.trained)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_failed_measurements_do_not_change_the_estimate(fails: bool) -> None:
+    def failing(*args: Any) -> Outcome:
+        return Outcome(failure=Failure("transient", "ValueError: no")) if fails else attempt(*args)
+
+    budget = Budget(0.05)
+    monitor = monitor_with(budget, failing, eigenvalues=0, heatmaps=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl.Trainer(callbacks=[monitor], **QUIET).fit(
+            Regression(), DataLoader(REGRESSION, BATCH), DataLoader(REGRESSION_VAL, BATCH)
+        )
+    assert budget.measured > 0
+    assert (budget.state_dict()["full_seconds"] is None) == fails
