@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from curvmon.alerts.context import Context, context_values
 from curvmon.errors import CurvmonError
-from curvmon.monitor.pairs_and_spectrum import Settings, measure_pairs, measure_spectrum
+from curvmon.monitor.pairs_and_spectrum import measure_pairs, measure_spectrum
+from curvmon.monitor.settings import Settings
 from curvmon.records import Snapshot
 
 VALIDATIONS = 30

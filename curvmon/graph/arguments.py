@@ -48,7 +48,8 @@ def _is_criterion(loss: Any) -> bool:
 
 
 def check_budget(rtol: Any, max_hvps: Any, seed: Any) -> None:
-    if not isinstance(rtol, numbers.Real) or not float(rtol) > 0:
+    check_number("rtol", rtol, "positive")
+    if rtol == 0:
         raise InputError(f"rtol must be positive, not {rtol!r}")
     if max_hvps is not None:
         check_integer("max_hvps", max_hvps)
@@ -57,9 +58,17 @@ def check_budget(rtol: Any, max_hvps: Any, seed: Any) -> None:
         raise InputError(f"seed must be in [0, 2**63), not {seed}")
 
 
-def check_integer(name: str, value: Any) -> None:
-    if not isinstance(value, numbers.Integral):
-        raise InputError(f"{name} must be an integer, not {value!r}")
+def check_integer(name: str, value: Any, expected: str = "an integer", minimum: int | None = None) -> None:
+    """Raises `InputError`, "{name} must be {expected}". bool is a subclass of int, but no integer here."""
+    wrong_type = not isinstance(value, numbers.Integral) or isinstance(value, bool)
+    if wrong_type or (minimum is not None and value < minimum):
+        raise InputError(f"{name} must be {expected}, not {value!r}")
+
+
+def check_number(name: str, value: Any, expected: str) -> None:
+    """Raises `InputError`, "{name} must be {expected}", for negative numbers, NaN, bool and everything else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
+        raise InputError(f"{name} must be {expected}, not {value!r}")
 
 
 def has_dimension(shape: Sequence[int], dim: int) -> bool:

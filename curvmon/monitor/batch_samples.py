@@ -18,7 +18,7 @@ from torch import Tensor
 from curvmon.graph.pytree import map_all_tensors, map_tensors, named_tensors, refilled
 
 MAX_STORED_BYTES = 2**26
-"""of a probe batch in a checkpoint; of a larger one only the fingerprint is stored"""
+"""largest probe batch in a checkpoint; of a larger one only the fingerprint is stored"""
 
 
 def detached_copy(batch: Any) -> Any:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 FREE_SECONDS = 30.0
-"""per run: in short runs and demos every measurement is a full one"""
-LEAST_SHARE = 0.25
-"""of the HVPs of a full measurement; with fewer, standard errors would be too large to be useful"""
+"""per run, not limited by the training time: in short runs and demos every measurement is a full one"""
+MIN_SHARE = 0.25
+"""smallest share of the HVPs of a full measurement; with fewer, standard errors would be too large to be useful"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Budget:
         self._trained_before = 0.0
         self._measured_before = 0.0
         self._full_seconds: float | None = None
-        """estimate for a full measurement; None before the first"""
+        """estimated duration of a full measurement; None until one succeeds"""
 
     def start_training(self) -> None:
         """Training time counts from here on, in addition to what there is already."""
@@ -87,26 +87,32 @@ class Budget:
         return self.measured / trained if trained > 0 else 0.0
 
     def plan(self) -> Plan:
-        """What the next measurement may cost; counts it as skipped if it must not be made."""
+        """What the next measurement may cost. Until one succeeds: a full one, if there is any time left."""
         trained = self.trained
-        if self.max_overhead is None or self._full_seconds is None:
+        if self.max_overhead is None or self.measured == 0:
             return Plan(1.0)
         left = self._free_seconds + self.max_overhead * trained - self.measured
+        if self._full_seconds is None:
+            return Plan(1.0 if left > 0 else 0.0)
         share = left / self._full_seconds if self._full_seconds else 1.0
         if share >= 1:
             return Plan(1.0)
-        if share < LEAST_SHARE:
-            self.skipped += 1
-            return Plan(0.0)
-        return Plan(share)
+        return Plan(share if share >= MIN_SHARE else 0.0)
+
+    def skip(self) -> None:
+        """Counts a measurement that is not made."""
+        self.skipped += 1
 
     @contextmanager
-    def measuring(self, plan: Plan) -> Iterator[None]:
-        """Times a measurement made with this plan; a failed one counts as well."""
+    def measuring(self) -> Iterator[None]:
+        """Times a measurement, also one that fails."""
         before = self.measured
         with self.reporting():
             yield
         self.last_seconds = self.measured - before
+
+    def update_estimate(self, plan: Plan) -> None:
+        """The last measurement succeeded with this plan. The duration of a failed one says nothing about the next."""
         full = self.last_seconds / plan.share
         # weight 1/2 for the newest: batch and probes stay the same, but the machine may be busy
         self._full_seconds = full if self._full_seconds is None else (self._full_seconds + full) / 2

@@ -11,8 +11,24 @@ import torch
 from curvmon.errors import DivergedError, DoubleBackwardError, InputError, NonFiniteError
 from curvmon.isolation.collectives import CollectiveError
 
+Part = Literal["pairs", "spectrum"]
 ErrorKind = Literal["transient", "diverged", "memory", "input", "permanent"]
 Fallback = Literal["training batch", "half the samples", "without the failed part"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why nothing, or only one part, was measured.
+
+    Attributes:
+        kind: key of `RESPONSES`.
+        message: class and message of the error.
+        part: the part that failed.
+    """
+
+    kind: ErrorKind
+    message: str
+    part: Part = "pairs"
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,12 @@ RESPONSES: Mapping[ErrorKind, Response] = {
     "permanent": Response(("without the failed part",), retry_later=False),
 }
 """The training batch is tried only if the first measurement of a run fails on the validation batch; half the samples,
-if the batch can be split; a measurement without the failed part, if another part remains."""
+if the batch can be split; a measurement without the failed part, if another part remains.
+
+One fallback comes before those of this table, within an attempt: out of memory, the spectrum is computed again on the
+same samples in smaller batches (`pairs_and_spectrum.measure_spectrum`), until no batch can be split. The result is the
+same, so there is no note. Pairs of layers have no such fallback: their metrics depend on the batch size.
+"""
 
 MAX_MESSAGE = 300
 """characters of an error's first line: some messages of torch list all its backends in it"""

@@ -31,7 +31,7 @@ class History:
 
     @property
     def nodes(self) -> tuple[str, ...] | None:
-        """Those of the latest measurement of pairs."""
+        """Nodes of the latest measurement of pairs; None if there is none."""
         return next((s.measurement.nodes for s in reversed(self._snapshots) if s.measurement is not None), None)
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -9,28 +9,21 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvmon.isolation.collectives import collectives_refused
-from curvmon.monitor.fallbacks import RESPONSES, ErrorKind, classify, describe
-from curvmon.monitor.pairs_and_spectrum import (
-    Loss,
-    OnProduct,
-    Settings,
-    measure_pairs,
-    measure_spectrum,
-    release_memory,
-)
+from curvmon.monitor.fallbacks import RESPONSES, Failure, Part, classify, describe
+from curvmon.monitor.pairs_and_spectrum import Loss, OnProduct, measure_pairs, measure_spectrum, release_memory
 from curvmon.monitor.probe_batch import Choice, ProbeBatch
 from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
+from curvmon.monitor.settings import Settings
 from curvmon.records import Measurement, Spectrum
 
-Part = Literal["pairs", "spectrum"]
 MAX_START_ENTRIES = 2**24
-"""of a start vector that goes to other ranks and into checkpoints: 64 MiB"""
+"""largest start vector that goes to other ranks and into checkpoints: 64 MiB"""
 
 
 @dataclass(frozen=True)
@@ -54,16 +47,16 @@ class Request:
     parts: frozenset[Part]
     batches: Sequence[Any]
     share: float = 1.0
-    """of the HVPs of a full measurement"""
+    """fraction of the HVPs of a full measurement"""
     full_hvps: int | None = None
-    """that the pairs took in the last full measurement"""
+    """number of HVPs that the pairs took in the last full measurement"""
     start: Tensor | None = None
-    """of the eigenvalue search"""
+    """start vector of the eigenvalue search"""
     on_product: OnProduct | None = None
 
     @property
     def max_hvps(self) -> float | None:
-        """For the pairs; None: as many as a full measurement takes."""
+        """Limit for the pairs; None: as many as a full measurement takes."""
         return None if self.share >= 1 or self.full_hvps is None else self.share * self.full_hvps
 
 
@@ -72,25 +65,21 @@ class Outcome:
     """What was measured, or why not.
 
     Attributes:
-        measurement: of the pairs of layers.
-        spectrum: without eigenvectors.
-        error: class and message of what went wrong.
-        kind: of the error; None without one.
-        part: where the error is.
+        measurement: the pairs of layers.
+        spectrum: the eigenvalues, without eigenvectors.
+        failure: the error; None without one.
         start: start vector for the next eigenvalue search; None if there is no new one.
     """
 
     measurement: Measurement | None = None
     spectrum: Spectrum | None = None
-    error: str | None = None
-    kind: ErrorKind | None = None
-    part: Part = "pairs"
+    failure: Failure | None = None
     start: Tensor | None = None
 
     @property
     def succeeded(self) -> bool:
         """There is something to report: everything, or the pairs although the eigenvalue search failed."""
-        return self.error is None or self.measurement is not None
+        return self.failure is None or self.measurement is not None
 
 
 def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
@@ -127,8 +116,8 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
                 )
         own = Outcome(measurement, spectrum)
     except Exception as error:
-        own = Outcome(measurement, error=describe(error), kind=classify(error), part=part)
-    if own.kind == "memory":
+        own = Outcome(measurement, failure=Failure(classify(error), describe(error), part))
+    if own.failure is not None and own.failure.kind == "memory":
         release_memory()
     outcome = merge(ranks.gather(own))
     if outcome.succeeded and "spectrum" in request.parts:
@@ -138,14 +127,14 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:
     """One outcome from those of all ranks. An error that will not go away counts before a transient one."""
-    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     measurement = next((o.measurement for o in outcomes if o.measurement is not None), None)
     spectrum = next((o.spectrum for o in outcomes if o.spectrum is not None), None)
-    if not failed:
+    if not failures:
         return Outcome(measurement, spectrum)
-    worst = min(failed, key=lambda outcome: outcome.kind == "transient")
-    only_spectrum = all(outcome.part == "spectrum" for outcome in failed)
-    return replace(worst, measurement=measurement if only_spectrum else None)
+    worst = min(failures, key=lambda failure: failure.kind == "transient")
+    only_spectrum = all(failure.part == "spectrum" for failure in failures)
+    return Outcome(measurement if only_spectrum else None, failure=worst)
 
 
 def storable(start: Tensor | None) -> Tensor | None:
@@ -171,9 +160,9 @@ class _Progress:
     """What fallbacks have changed since the measurement began."""
 
     parts: frozenset[Part]
-    batch_error: str | None = None
+    batch_failure: Failure | None = None
     """why the validation batch was replaced"""
-    part_error: Outcome | None = None
+    part_failure: Failure | None = None
     """why a part was dropped"""
 
 
@@ -186,8 +175,8 @@ class MeasurementRunner:
         attempt: makes one attempt; replaced in tests.
 
     Attributes:
-        settings: as passed; never changed.
-        probe: as passed.
+        settings: what to measure; never changed.
+        probe: the batch to measure on.
         parts: what is measured: "pairs", "spectrum" or both. A part that can never work is dropped for the run.
     """
 
@@ -224,22 +213,23 @@ class MeasurementRunner:
         while True:
             request = Request(self.settings, progress.parts, (), share, self._full_hvps, self._start, on_product)
             outcome = self._try(target, request, ranks, warn)
-            if outcome.succeeded:
+            failure = outcome.failure
+            if failure is None or outcome.succeeded:
                 break
-            following = self._fall_back(outcome, progress, original, ranks, is_first)
+            following = self._fall_back(failure, progress, original, ranks, is_first)
             if following is None:
                 self.probe.restore(original)
                 return outcome
             progress = following
-        if outcome.error is not None and outcome.kind is not None:
-            if RESPONSES[outcome.kind].retry_later:
+        if failure is not None:
+            if RESPONSES[failure.kind].retry_later:
                 warn(
-                    f"eigenvalues not measured: {outcome.error}. The pairs of layers are; "
+                    f"eigenvalues not measured: {failure.message}. The pairs of layers are; "
                     "the next validation measures them again",
-                    f"eigenvalues {outcome.kind}",
+                    f"eigenvalues {failure.kind}",
                 )
             else:
-                progress = replace(progress, parts=progress.parts - {"spectrum"}, part_error=outcome)
+                progress = replace(progress, parts=progress.parts - {"spectrum"}, part_failure=failure)
                 outcome = Outcome(outcome.measurement)
         return self._finish(outcome, progress, share, warn)
 
@@ -247,43 +237,42 @@ class MeasurementRunner:
         try:
             batches = self.probe.batches(ranks, target.device, warn)
         except RemoteError as error:
-            return Outcome(error=f"the batch cannot be shared among processes ({error})", kind="input")
+            return Outcome(failure=Failure("input", f"the batch cannot be shared among processes ({error})"))
         if batches is None:
             reason = self.probe.capture_error
             text = "no batch has been seen yet" if reason is None else f"the batches cannot be copied ({reason})"
-            return Outcome(error=text, kind="transient")
+            return Outcome(failure=Failure("transient", text))
         return self._attempt(target, replace(request, batches=batches), ranks)
 
     def _fall_back(
-        self, outcome: Outcome, progress: _Progress, original: Choice, ranks: Ranks, is_first: bool
+        self, failure: Failure, progress: _Progress, original: Choice, ranks: Ranks, is_first: bool
     ) -> _Progress | None:
         """Prepares the next attempt; None if there is nothing left to try."""
-        assert outcome.kind is not None
-        for fallback in RESPONSES[outcome.kind].fallbacks:
+        for fallback in RESPONSES[failure.kind].fallbacks:
             if fallback == "half the samples" and self.probe.halve():
                 return progress
             if fallback == "training batch" and is_first and self.probe.use_training_batch(ranks):
-                return replace(progress, batch_error=outcome.error)
-            if fallback == "without the failed part" and {outcome.part} < progress.parts:
+                return replace(progress, batch_failure=failure)
+            if fallback == "without the failed part" and {failure.part} < progress.parts:
                 self.probe.restore(original)  # the other part may work on it
-                return _Progress(progress.parts - {outcome.part}, part_error=outcome)
+                return _Progress(progress.parts - {failure.part}, part_failure=failure)
         return None
 
     def _finish(self, outcome: Outcome, progress: _Progress, share: float, warn: Warn) -> Outcome:
         self.parts = progress.parts
         self.probe.finalize()
         self._start = self._start if outcome.start is None else outcome.start
-        if progress.batch_error is not None:
-            warn(f"measured on the first training batch, not on a validation batch: {progress.batch_error}")
-        if progress.part_error is not None:
-            part = "pairs of layers" if progress.part_error.part == "pairs" else "eigenvalues"
-            warn(f"{part} are not measured in this run: {progress.part_error.error}")
+        if progress.batch_failure is not None:
+            warn(f"measured on the first training batch, not on a validation batch: {progress.batch_failure.message}")
+        if progress.part_failure is not None:
+            part = "pairs of layers" if progress.part_failure.part == "pairs" else "eigenvalues"
+            warn(f"{part} are not measured in this run: {progress.part_failure.message}")
         measurement = outcome.measurement
         if measurement is not None:
             if share >= 1:
                 self._full_hvps = measurement.hvps
             notes = [*self.probe.notes, *measurement.notes]
-            notes += [] if outcome.error is None else [f"no eigenvalues: {outcome.error}"]
+            notes += [] if outcome.failure is None else [f"no eigenvalues: {outcome.failure.message}"]
             measurement = replace(measurement, notes=tuple(notes))
         return replace(outcome, measurement=measurement, start=None)
 

@@ -1,13 +1,15 @@
 """What a monitor measures: the pairs of layers, and the spectrum of the Hessian w.r.t. the parameters.
 
-Both take a share of the HVPs of a full measurement. Neither knows of fallbacks, ranks or training loops.
+Both take a share of the HVPs of a full measurement, and are independent of ranks and training loops. They raise what
+goes wrong; `fallbacks.RESPONSES` says what follows. One fallback is made here: when out of memory, the spectrum is
+computed again on halves of the batches, with the same result, as eigenvalues and trace are means over samples.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from curvmon.metrics.mean_curvature import combined
 from curvmon.monitor.batch_samples import halves
 from curvmon.monitor.fallbacks import is_out_of_memory
+from curvmon.monitor.settings import Settings
 from curvmon.pairs.measure import run_measurement
 from curvmon.records import Measurement, Spectrum
 from curvmon.spectrum.spectrum import spectrum
@@ -25,21 +28,9 @@ OnProduct = Callable[[int], None]
 """called with the number of HVPs that were just computed"""
 Result = TypeVar("Result")
 SPECTRUM_RTOL = 1e-2
-"""of each eigenvalue: finer than a curve in a dashboard can show"""
+"""relative tolerance of each eigenvalue: finer than a curve in a dashboard can show"""
 MAX_SPECTRUM_HVPS = 120
 """eigenvalues that have not converged by then are reported with a note"""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure, for the whole run."""
-
-    pairs: bool = True
-    nodes: Sequence[str] | None = None
-    output: str | None = None
-    rtol: float = 0.05
-    eigenvalues: int = 5
-    seed: int = 0
 
 
 def measure_pairs(
@@ -119,7 +110,10 @@ def measure_spectrum(
 
 
 def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:
-    """`run`; when out of memory again with every batch split in half: the same numbers, in more passes."""
+    """`run`; when out of memory, again with every batch split in half: the same result from more passes.
+
+    Listed in `fallbacks`, next to the fallbacks between attempts.
+    """
     while True:
         try:
             return run(batches)

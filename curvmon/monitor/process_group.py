@@ -37,8 +37,8 @@ class Ranks:
             torch.distributed alone does not say.
 
     Attributes:
-        world_size: 1 where torch.distributed is not initialized.
-        rank: of this process.
+        world_size: number of ranks; 1 where torch.distributed is not initialized.
+        rank: rank of this process.
     """
 
     def __init__(self, world_size: int) -> None:

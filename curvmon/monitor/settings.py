@@ -1,60 +1,100 @@
-"""Checks the arguments of the callback that can be checked without a Trainer."""
+"""What a monitor measures, and the arguments that can be checked without a Trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import InputError
-from curvmon.graph.arguments import check_arguments, check_budget
+from curvmon.graph.arguments import check_arguments, check_budget, check_integer, check_number
 from curvmon.metrics.registry import pair_metric
 
 
-def check_settings(**arguments: Any) -> None:
+@dataclass(frozen=True)
+class Settings:
+    """What to measure, for the whole run.
+
+    Attributes:
+        pairs: whether the pairs of layers are measured.
+        nodes: names or patterns of nodes; None: the automatic choice.
+        output: name of the module that returns the predictions; None: found automatically.
+        rtol: relative standard error at which a measurement of pairs stops.
+        eigenvalues: number of the largest eigenvalues; 0 for none.
+        seed: seed of the random probes.
+    """
+
+    pairs: bool = True
+    nodes: Sequence[str] | None = None
+    output: str | None = None
+    rtol: float = 0.05
+    eigenvalues: int = 5
+    seed: int = 0
+
+
+def check_settings(
+    *,
+    nodes: Any,
+    metrics: Any,
+    eigenvalues: Any,
+    probe_size: Any,
+    probe_batches: Any,
+    data: Any,
+    every_n_validations: Any,
+    every_n_train_steps: Any,
+    initial: Any,
+    loss: Any,
+    output: Any,
+    max_overhead: Any,
+    rtol: Any,
+    log_pairs: Any,
+    heatmaps: Any,
+    alerts: Any,
+    on_alert: Any,
+    seed: Any,
+    log_key_prefix: Any,
+    verbose: Any,
+    strict: Any,
+    history_size: Any,
+) -> None:
     """Raises InputError: which argument is wrong, and what it must be."""
-    for name in ("probe_size", "probe_batches", "every_n_validations", "history_size"):
-        if not _is_integer(arguments[name]) or arguments[name] < 1:
-            raise InputError(f"{name} must be an integer of at least 1, not {arguments[name]!r}")
-    every = arguments["every_n_train_steps"]
-    if every is not None and (not _is_integer(every) or every < 1):
-        raise InputError(f"every_n_train_steps must be None or an integer of at least 1, not {every!r}")
-    if not _is_integer(arguments["eigenvalues"]) or arguments["eigenvalues"] < 0:
-        raise InputError(f"eigenvalues must be an integer, 0 for none, not {arguments['eigenvalues']!r}")
-    if arguments["data"] not in ("val", "train"):
-        raise InputError(f'data must be "val" or "train", not {arguments["data"]!r}')
-    if isinstance(arguments["metrics"], str):
-        raise InputError(f"metrics must be a list, [{arguments['metrics']!r}] say, not {arguments['metrics']!r}")
-    for metric in arguments["metrics"]:
+    counts = {
+        "probe_size": probe_size,
+        "probe_batches": probe_batches,
+        "every_n_validations": every_n_validations,
+        "history_size": history_size,
+    }
+    for name, value in counts.items():
+        check_integer(name, value, "an integer of at least 1", minimum=1)
+    if every_n_train_steps is not None:
+        check_integer("every_n_train_steps", every_n_train_steps, "None or an integer of at least 1", minimum=1)
+    check_integer("eigenvalues", eigenvalues, "an integer, 0 for none", minimum=0)
+    if data not in ("val", "train"):
+        raise InputError(f'data must be "val" or "train", not {data!r}')
+    if isinstance(metrics, str):
+        raise InputError(f"metrics must be a list, [{metrics!r}] say, not {metrics!r}")
+    for metric in metrics:
         pair_metric(metric)  # raises for names that are not registered
-    if not arguments["metrics"] and not arguments["eigenvalues"]:
+    if not metrics and not eigenvalues:
         raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
-    overhead = arguments["max_overhead"]
-    if overhead is not None and (
-        isinstance(overhead, bool) or not (isinstance(overhead, (int, float)) and overhead >= 0)
-    ):
-        raise InputError(f"max_overhead must be None or a share of the training time, not {overhead!r}")
-    for name in ("initial", "heatmaps", "verbose", "strict"):
-        if not isinstance(arguments[name], bool):
-            raise InputError(f"{name} must be True or False, not {arguments[name]!r}")
-    if not isinstance(arguments["log_key_prefix"], str):
-        raise InputError(f'log_key_prefix must be a string, "probe/" say, not {arguments["log_key_prefix"]!r}')
-    if not (isinstance(arguments["log_pairs"], bool) or arguments["log_pairs"] == "auto"):
-        raise InputError(f'log_pairs must be True, False or "auto", not {arguments["log_pairs"]!r}')
-    if not isinstance(arguments["alerts"], (bool, AlertRules)):
-        raise InputError(f"alerts must be True, False or AlertRules(...), not {arguments['alerts']!r}")
-    wanted = arguments["on_alert"]
-    if not (wanted is None or wanted in ("stop", "checkpoint") or callable(wanted)):
-        raise InputError(f'on_alert must be a callable, "stop", "checkpoint" or None, not {wanted!r}')
-    check_budget(arguments["rtol"], None, arguments["seed"])
-    loss = arguments["loss"]
-    check_arguments(nn.Identity(), _nothing if loss is None else loss, arguments["nodes"], arguments["output"], 0)
-
-
-def _is_integer(value: Any) -> bool:
-    """bool is a subclass of int, but True is no count."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    if max_overhead is not None:
+        check_number("max_overhead", max_overhead, "None or a share of the training time")
+    for name, value in {"initial": initial, "heatmaps": heatmaps, "verbose": verbose, "strict": strict}.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} must be True or False, not {value!r}")
+    if not isinstance(log_key_prefix, str):
+        raise InputError(f'log_key_prefix must be a string, "probe/" say, not {log_key_prefix!r}')
+    if not (isinstance(log_pairs, bool) or log_pairs == "auto"):
+        raise InputError(f'log_pairs must be True, False or "auto", not {log_pairs!r}')
+    if not isinstance(alerts, (bool, AlertRules)):
+        raise InputError(f"alerts must be True, False or AlertRules(...), not {alerts!r}")
+    if not (on_alert is None or on_alert in ("stop", "checkpoint") or callable(on_alert)):
+        raise InputError(f'on_alert must be a callable, "stop", "checkpoint" or None, not {on_alert!r}')
+    check_budget(rtol, None, seed)
+    check_arguments(nn.Identity(), _nothing if loss is None else loss, nodes, output, 0)
 
 
 def _nothing(model: Any, batch: Any) -> None:

@@ -85,7 +85,7 @@ def _display(trainer: Any, total: int | None) -> _Rich | _Tqdm | None:
     bar = getattr(trainer, "progress_bar_callback", None)
     if bar is None or not trainer.is_global_zero or not getattr(bar, "is_enabled", False):
         return None
-    if hasattr(bar, "progress"):  # RichProgressBar: a second live display would tear the first
+    if hasattr(bar, "progress"):  # RichProgressBar: a second live display would corrupt the first
         return None if bar.progress is None else _Rich(bar.progress, total)
     return _Tqdm(total)
 

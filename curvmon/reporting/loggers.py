@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from curvmon.errors import warn
 from curvmon.records import Alert
 from curvmon.reporting.canvas import pixels, plain
@@ -44,25 +42,6 @@ def deliver_alert(trainer: Any, alert: Alert, key: str) -> None:
                 logger.save()
         except Exception as error:
             warn(f"{type(logger).__name__} did not take an alert ({type(error).__name__}: {error})")
-
-
-def run_on_alert(trainer: Any, alert: Alert, on_alert: Callable[[Alert], Any] | str | None) -> None:
-    """What `on_alert` asks for, on every rank; a callable is called on rank 0 only."""
-    if on_alert == "stop":
-        trainer.should_stop = True
-    elif on_alert == "checkpoint":
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.checkpoint_callback else None
-        folder = str(folder or trainer.default_root_dir).rstrip("/")  # not a Path: it may be the URL of a bucket
-        try:
-            trainer.save_checkpoint(f"{folder}/curvmon-alert-step={alert.step}.ckpt")
-        except Exception as error:  # a full disk, for instance
-            trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other ranks wait for this one
-            warn(f"no checkpoint of an alert was written ({type(error).__name__}: {error}); training goes on")
-    elif callable(on_alert) and trainer.is_global_zero:
-        try:
-            on_alert(alert)
-        except Exception as error:
-            warn(f"on_alert raised {type(error).__name__}: {error}; training goes on")
 
 
 Draw = Callable[[], Any]
@@ -158,14 +137,3 @@ def _save_png(image: Any, path: str) -> None:
     files.makedirs(place.rsplit("/", 1)[0], exist_ok=True)
     with files.open(place, "wb") as file:
         Image.fromarray(image).save(file, format="png")
-
-
-def publish(trainer: Any, scalars: Mapping[str, float]) -> None:
-    """Into `callback_metrics`, on every process: what EarlyStopping and ModelCheckpoint can monitor.
-
-    The dict behind that property: the property itself computes the epoch's metrics at once, and what the module adds
-    to them in its own `on_train_epoch_end` would be missing from its log.
-    """
-    metrics = getattr(getattr(trainer, "_logger_connector", None), "_callback_metrics", None)
-    metrics = trainer.callback_metrics if metrics is None else metrics
-    metrics.update({key: torch.tensor(value) for key, value in scalars.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,12 +11,24 @@ from curvmon.records import Alert, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import available
 from curvmon.reporting.console import print_line, summary
-from curvmon.reporting.loggers import Draw, Loggers, publish
+from curvmon.reporting.loggers import Draw, Loggers
 from curvmon.reporting.scalars import ALERTS, BY_DISTANCE, EIGENVALUES, SKIPPED, Keys, heatmap_key, scalars
+
+Publish = Callable[[Any, Mapping[str, float]], None]
+"""publish(trainer, scalars): on every rank, for callbacks such as EarlyStopping"""
 
 
 class Report:
-    """Which numbers and pictures of a snapshot are reported, and where."""
+    """Which numbers and pictures of a snapshot are reported, and where.
+
+    Args:
+        metrics: names of the pair metrics.
+        log_pairs: whether every pair is a scalar; "auto": only for few nodes.
+        heatmaps: whether figures are drawn.
+        log_key_prefix: prefix of every key.
+        verbose: whether every measurement is printed.
+        publish: adds scalars to `callback_metrics`.
+    """
 
     def __init__(
         self,
@@ -25,12 +37,14 @@ class Report:
         heatmaps: bool,
         log_key_prefix: str,
         verbose: bool,
+        publish: Publish,
     ) -> None:
         self._metrics = metrics
         self._log_pairs = log_pairs
         self._heatmaps = heatmaps
         self._keys = Keys(log_key_prefix)
         self._verbose = verbose
+        self._publish = publish
         self._loggers = Loggers(self._keys)
 
     @property
@@ -51,7 +65,7 @@ class Report:
         """
         snapshot = snapshots[-1]
         values = self._keys.named(scalars(snapshot, metrics=self._metrics, pairs=self._log_pairs))
-        publish(trainer, values)
+        self._publish(trainer, values)
         if trainer.is_global_zero:
             values["epoch"] = float(snapshot.epoch)
             pictures = self._keys.named(self._pictures(snapshots, alerts, fresh))
@@ -67,7 +81,7 @@ class Report:
     def skipped(self, trainer: Any, count: int, step: int) -> None:
         """How many measurements were skipped so far, this one included."""
         values = self._keys.named({SKIPPED: float(count)})
-        publish(trainer, values)
+        self._publish(trainer, values)
         if trainer.is_global_zero:
             self._loggers.write(trainer, values, {}, step)
 

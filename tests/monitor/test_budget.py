@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from curvmon.monitor.budget import FREE_SECONDS, LEAST_SHARE, Budget, Plan
+from curvmon.monitor.budget import FREE_SECONDS, MIN_SHARE, Budget, Plan
 from tests.helpers.fake_clock import FakeClock
 
 Costs = Callable[[random.Random], float]
@@ -24,8 +24,10 @@ def budget_with(max_overhead: float | None, free: float = FREE_SECONDS) -> tuple
 
 
 def spend(budget: Budget, clock: FakeClock, seconds: float, plan: Plan) -> float:
-    with budget.measuring(plan):
-        return clock.advance(seconds)
+    with budget.measuring():
+        spent = clock.advance(seconds)
+    budget.update_estimate(plan)
+    return spent
 
 
 def simulate(
@@ -37,7 +39,9 @@ def simulate(
         trained += clock.advance(interval * generator.uniform(0.5, 1.5))
         plan = budget.plan()
         shares.append(plan.share)
-        if not plan.skips:
+        if plan.skips:
+            budget.skip()
+        else:
             costs.append(spend(budget, clock, plan.share * cost(generator), plan))
     return SimpleNamespace(trained=trained, costs=costs, shares=shares, spent=sum(costs))
 
@@ -64,7 +68,7 @@ def test_overhead_is_bounded(name: str, free: float, max_overhead: float) -> Non
         assert budget.trained == pytest.approx(run.trained)
         assert run.spent <= free + max_overhead * run.trained + max(run.costs)
         assert run.costs and budget.skipped == run.shares.count(0.0)
-        assert all(share == 0 or LEAST_SHARE <= share <= 1 for share in run.shares)
+        assert all(share == 0 or MIN_SHARE <= share <= 1 for share in run.shares)
         assert budget.overhead == pytest.approx(run.spent / run.trained)
 
 
@@ -83,7 +87,7 @@ def test_the_allowance_is_used() -> None:
     """Measurements of 8 s every 10 s of training, 5 % allowed: one in sixteen in the long run."""
     run = simulate(*budget_with(0.05), COSTS["expensive"])
     assert run.spent >= 0.9 * (FREE_SECONDS + 0.05 * run.trained)
-    assert 0.0 in run.shares and 1.0 in run.shares and any(LEAST_SHARE <= share < 1 for share in run.shares)
+    assert 0.0 in run.shares and 1.0 in run.shares and any(MIN_SHARE <= share < 1 for share in run.shares)
 
 
 def test_measurements_that_fit_are_full_ones() -> None:
@@ -101,7 +105,7 @@ def test_the_free_seconds_come_first() -> None:
             spend(budget, clock, 4.0 * plan.share, plan)
     # 4 + 4, then half of one with the two seconds left, then nothing
     assert shares == [1.0, 1.0, 0.5, 0.0, 0.0, 0.0]
-    assert budget.measured == 10.0 and budget.skipped == 3
+    assert budget.measured == 10.0
 
 
 def test_less_than_a_quarter_is_skipped_until_one_fits() -> None:
@@ -117,7 +121,17 @@ def test_less_than_a_quarter_is_skipped_until_one_fits() -> None:
     assert budget.plan().share == 0.75
     clock.advance(20.0)
     assert budget.plan().share == 1.0
-    assert budget.skipped == 2
+
+
+def test_plan_is_a_query() -> None:
+    """Every rank plans, and follows the plan of rank 0: only `skip` counts."""
+    budget, clock = budget_with(0.0, free=1.0)
+    spend(budget, clock, 4.0, budget.plan())
+    before = budget.state_dict()
+    assert budget.plan().skips and budget.plan().skips
+    assert budget.state_dict() == before
+    budget.skip()
+    assert budget.skipped == 1
 
 
 def test_one_slow_measurement_does_not_end_it() -> None:
@@ -131,10 +145,34 @@ def test_one_slow_measurement_does_not_end_it() -> None:
 def test_a_failed_measurement_counts() -> None:
     budget, clock = budget_with(0.05, free=1.0)
     clock.advance(5.0)
-    with pytest.raises(KeyboardInterrupt), budget.measuring(budget.plan()):
+    with pytest.raises(KeyboardInterrupt), budget.measuring():
         clock.advance(3.0)
         raise KeyboardInterrupt
     assert budget.measured == 3.0 and budget.trained == 5.0
+
+
+def test_failed_measurements_leave_the_estimate_unchanged() -> None:
+    """Otherwise a series of early failures would make a measurement look cheap, and a full one would be planned."""
+    budget, clock = budget_with(0.0, free=12.0)
+    spend(budget, clock, 8.0, budget.plan())
+    for _ in range(8):
+        with budget.measuring():
+            clock.advance(0.125)
+    assert budget.measured == 9.0
+    assert budget.plan().share == 3.0 / 8.0
+
+
+def test_overhead_is_bounded_if_every_measurement_fails() -> None:
+    budget, clock = budget_with(0.05, free=3.0)
+    for _ in range(100):
+        clock.advance(10.0)
+        if budget.plan().skips:
+            budget.skip()
+        else:
+            with budget.measuring():
+                clock.advance(4.0)
+        assert budget.measured <= 3.0 + 0.05 * budget.trained + 4.0
+    assert budget.skipped > 80
 
 
 def test_a_clock_that_goes_back_does_not_count() -> None:

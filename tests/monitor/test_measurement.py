@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import curvmon.monitor.measurement as attempt_module
 from curvmon.errors import DivergedError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
 from curvmon.isolation.collectives import CollectiveError
-from curvmon.monitor.fallbacks import MAX_MESSAGE, RESPONSES, ErrorKind, classify, describe
+from curvmon.monitor.fallbacks import MAX_MESSAGE, RESPONSES, ErrorKind, Failure, classify, describe
 from curvmon.monitor.measurement import MeasurementRunner, Outcome, Request, Target, attempt
-from curvmon.monitor.pairs_and_spectrum import Settings
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
+from curvmon.monitor.settings import Settings
 
 KINDS = get_args(ErrorKind)
 ALONE = Ranks(1)
@@ -44,7 +44,11 @@ def success(**options: Any) -> Outcome:
 
 
 def failure(kind: Any, part: Any = "pairs", **options: Any) -> Outcome:
-    return Outcome(error=f"{kind} error", kind=kind, part=part, **options)
+    return Outcome(failure=Failure(kind, f"{kind} error", part), **options)
+
+
+def kind_of(outcome: Outcome) -> ErrorKind | None:
+    return None if outcome.failure is None else outcome.failure.kind
 
 
 class Scripted:
@@ -144,7 +148,7 @@ def test_later_measurements_stay_on_their_batch(kind: Any) -> None:
 def test_where_the_training_batch_fails_as_well_the_validation_batch_stays(kind: Any) -> None:
     session = Session(failure(kind), failure(kind), success(), eigenvalues=0)
     outcome = session.run(is_first=True)
-    assert outcome.error == f"{kind} error" and not session.warnings
+    assert outcome.failure == Failure(kind, f"{kind} error") and not session.warnings
     session.run(is_first=True)
     assert session.attempts.batches == [VALIDATION.tolist(), TRAINING.tolist(), VALIDATION.tolist()]
 
@@ -161,7 +165,7 @@ def test_out_of_memory_halves_the_samples_until_it_fits() -> None:
 
 def test_out_of_memory_for_every_size_restores_all_samples() -> None:
     session = Session(*[failure("memory")] * 4, success())
-    assert session.run(is_first=True).kind == "memory"
+    assert kind_of(session.run(is_first=True)) == "memory"
     assert [len(batch) for batch in session.attempts.batches] == [8, 4, 2, 1]
     outcome = session.run()
     assert len(session.attempts.batches[4]) == 8
@@ -170,12 +174,12 @@ def test_out_of_memory_for_every_size_restores_all_samples() -> None:
 
 def test_out_of_memory_where_the_batch_cannot_be_split() -> None:
     session = Session(failure("memory"), validation=torch.tensor(1.0))
-    assert session.run(is_first=True).kind == "memory" and len(session.attempts.requests) == 1
+    assert kind_of(session.run(is_first=True)) == "memory" and len(session.attempts.requests) == 1
 
 
 def test_an_error_after_halving_restores_all_samples() -> None:
     session = Session(failure("memory"), failure("transient"), success())
-    assert session.run().kind == "transient"
+    assert kind_of(session.run()) == "transient"
     session.run()
     assert [len(batch) for batch in session.attempts.batches] == [8, 4, 8]
 
@@ -204,7 +208,7 @@ def test_wrong_input_is_tried_on_the_training_batch_before_a_part_is_dropped() -
 def test_where_no_part_works_both_are_kept(kind: Any) -> None:
     session = Session(failure(kind, "pairs"), failure(kind, "spectrum"))
     outcome = session.run()
-    assert outcome.part == "spectrum" and not RESPONSES[kind].retry_later
+    assert outcome.failure is not None and outcome.failure.part == "spectrum" and not RESPONSES[kind].retry_later
     assert session.runner.parts == BOTH and not session.warnings
 
 
@@ -220,7 +224,7 @@ def test_the_only_part_is_not_dropped(kind: Any, settings: Any) -> None:
 def test_pairs_without_eigenvalues_are_a_success(kind: Any) -> None:
     session = Session(failure(kind, "spectrum", measurement=Measured()), success())
     outcome = session.run(is_first=True)
-    assert outcome.succeeded and outcome.kind == kind and len(session.attempts.requests) == 1
+    assert outcome.succeeded and kind_of(outcome) == kind and len(session.attempts.requests) == 1
     assert outcome.measurement is not None
     assert outcome.measurement.notes == ("a note", f"no eigenvalues: {kind} error")
     (warning,) = session.warnings
@@ -233,7 +237,7 @@ def test_pairs_without_eigenvalues_are_a_success(kind: Any) -> None:
 def test_eigenvalues_that_can_never_work_are_dropped_without_another_attempt(kind: Any) -> None:
     session = Session(failure(kind, "spectrum", measurement=Measured()), success())
     outcome = session.run()
-    assert outcome.error is None and outcome.kind is None
+    assert outcome.failure is None
     assert outcome.measurement is not None and outcome.measurement.notes == ("a note",)
     assert session.warnings == [f"eigenvalues are not measured in this run: {kind} error"]
     session.run()
@@ -247,7 +251,7 @@ def test_without_a_batch_there_is_no_attempt() -> None:
     attempts = Scripted(())
     runner = MeasurementRunner(Settings(), ProbeBatch(8, 1, "val"), attempts)
     outcome = runner.run(target(), ALONE, warn=print)
-    assert outcome.error == "no batch has been seen yet" and outcome.kind == "transient" and not attempts.requests
+    assert outcome.failure == Failure("transient", "no batch has been seen yet") and not attempts.requests
 
 
 def test_a_batch_that_cannot_be_copied_is_named() -> None:
@@ -258,7 +262,8 @@ def test_a_batch_that_cannot_be_copied_is_named() -> None:
     probe = ProbeBatch(8, 1, "train")
     probe.observe("train", Stubborn(x=torch.ones(2)))
     outcome = MeasurementRunner(Settings(), probe, Scripted(())).run(target(), ALONE, warn=print)
-    assert outcome.error is not None and "cannot be copied (RuntimeError: there is only one)" in outcome.error
+    assert outcome.failure is not None
+    assert "cannot be copied (RuntimeError: there is only one)" in outcome.failure.message
 
 
 # ---- state ----
@@ -387,7 +392,8 @@ def test_an_attempt_is_made_in_isolation(calls: Any, error: Exception | None) ->
 
     request = Request(Settings(), BOTH, [VALIDATION])  # type: ignore[arg-type]
     outcome = attempt(target(isolation=isolation), request, ALONE)
-    assert events == ["enter", "exit"] and outcome.error == (None if error is None else "ValueError: no")
+    assert events == ["enter", "exit"]
+    assert (outcome.failure and outcome.failure.message) == (None if error is None else "ValueError: no")
 
 
 def test_an_attempt_says_where_the_error_is(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,10 +403,10 @@ def test_an_attempt_says_where_the_error_is(calls: Any, monkeypatch: pytest.Monk
     request = Request(Settings(), BOTH, [VALIDATION])  # type: ignore[arg-type]
     monkeypatch.setattr(attempt_module, "measure_spectrum", fails)
     outcome = attempt(target(), request, ALONE)
-    assert outcome.succeeded and (outcome.part, outcome.kind) == ("spectrum", "diverged")
+    assert outcome.succeeded and outcome.failure == Failure("diverged", "NonFiniteError: not finite", "spectrum")
     monkeypatch.setattr(attempt_module, "measure_pairs", fails)
     outcome = attempt(target(), request, ALONE)
-    assert not outcome.succeeded and (outcome.part, outcome.kind) == ("pairs", "diverged")
+    assert not outcome.succeeded and outcome.failure == Failure("diverged", "NonFiniteError: not finite", "pairs")
 
 
 @pytest.mark.parametrize(

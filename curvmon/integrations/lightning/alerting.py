@@ -15,7 +15,7 @@ from curvmon.alerts.rules import AlertRules
 from curvmon.errors import warn
 from curvmon.monitor.process_group import Ranks
 from curvmon.records import Alert, Snapshot
-from curvmon.reporting.loggers import deliver_alert, run_on_alert
+from curvmon.reporting.loggers import deliver_alert
 from curvmon.reporting.scalars import ALERT, Keys
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ class Alerting:
 
         return self._broadcast(decide, ranks)
 
-    def diverged(self, reason: str | None, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
+    def diverged(self, reason: str, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
         """The alerts that a measurement raises which was not finite, on every rank."""
-        return self._broadcast(lambda: self._manager.diverged(reason or "", step, epoch), ranks)
+        return self._broadcast(lambda: self._manager.diverged(reason, step, epoch), ranks)
 
     def _broadcast(self, decide: Callable[[], list[Alert]], ranks: Ranks) -> list[Alert]:
         """Rank 0 decides: losses and running statistics differ between ranks, and rounding can tip a decision."""
@@ -131,7 +131,7 @@ class Alerting:
         serious = [alert for alert in alerts if alert.level != "info"]
         # a checkpoint is written once, whatever the number of alerts
         for alert in serious[:1] if isinstance(self._on_alert, str) else serious:
-            run_on_alert(trainer, alert, self._on_alert)
+            _run_on_alert(trainer, alert, self._on_alert)
 
     def state_dict(self) -> dict[str, Any]:
         return {"alerts": self._manager.state_dict()}
@@ -139,3 +139,22 @@ class Alerting:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """All or nothing; a checkpoint without alerts has none of it."""
         self._manager.load_state_dict(state.get("alerts", {}))
+
+
+def _run_on_alert(trainer: pl.Trainer, alert: Alert, on_alert: Callable[[Alert], Any] | str | None) -> None:
+    """What `on_alert` asks for, on every rank; a callable is called on rank 0 only."""
+    if on_alert == "stop":
+        trainer.should_stop = True
+    elif on_alert == "checkpoint":
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.checkpoint_callback else None
+        folder = str(folder or trainer.default_root_dir).rstrip("/")  # not a Path: it may be the URL of a bucket
+        try:
+            trainer.save_checkpoint(f"{folder}/curvmon-alert-step={alert.step}.ckpt")
+        except Exception as error:  # a full disk, for instance
+            trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other ranks wait for this one
+            warn(f"no checkpoint of an alert was written ({type(error).__name__}: {error}); training goes on")
+    elif callable(on_alert) and trainer.is_global_zero:
+        try:
+            on_alert(alert)
+        except Exception as error:
+            warn(f"on_alert raised {type(error).__name__}: {error}; training goes on")

@@ -11,9 +11,9 @@ from curvmon.integrations.lightning.alerting import Alerting
 from curvmon.integrations.lightning.compatibility import (
     CallbackBase,
     batches_that_stepped,
-    check_nodes,
     has_lazy_tensors,
     has_validation,
+    publish,
     ranks_may_skip_validation,
     unsupported,
 )
@@ -22,10 +22,9 @@ from curvmon.metrics.registry import pair_metric_names
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner
-from curvmon.monitor.pairs_and_spectrum import Settings
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
-from curvmon.monitor.settings import check_settings
+from curvmon.monitor.settings import Settings, check_settings
 from curvmon.records import Alert, Measurement, Snapshot, Spectrum
 from curvmon.reporting.reporter import Report
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 VERSION = 2
-"""of the state in checkpoints"""
+"""version of the state in checkpoints"""
 
 
 class CurvatureMonitor(CallbackBase):
@@ -65,7 +64,7 @@ class CurvatureMonitor(CallbackBase):
         heatmaps: also log figures (needs matplotlib).
         alerts: raise alerts on abrupt changes and on the rules of `AlertRules`; False for none.
         on_alert: a function that is called with every `Alert` (on rank 0), or "stop" or "checkpoint".
-        seed: of the random probes.
+        seed: seed of the random probes.
         log_key_prefix: in front of every key; two monitors in one Trainer need different ones.
         verbose: print a line for every measurement.
         strict: raise if a run cannot be monitored (FSDP, manual optimisation without `loss`) instead of warning.
@@ -76,7 +75,7 @@ class CurvatureMonitor(CallbackBase):
         spectra: the latest `Spectrum`s, oldest first, without eigenvectors.
         snapshots: both, with step and epoch.
         alerts: all alerts of the run, oldest first, those before a resume included.
-        notices: events that are worth knowing but no reason to worry, such as the edge of stability.
+        notices: informational events, not counted as alerts, such as the edge of stability.
 
     Raises:
         InputError: an argument has a wrong type or value, in the constructor.
@@ -111,7 +110,7 @@ class CurvatureMonitor(CallbackBase):
     ) -> None:
         super().__init__()
         self._metrics: Sequence[str] = pair_metric_names() if metrics is None else metrics
-        self._nodes = [nodes] if isinstance(nodes, str) else nodes
+        nodes = [nodes] if isinstance(nodes, str) else nodes
         check_settings(
             metrics=self._metrics,
             eigenvalues=eigenvalues,
@@ -133,7 +132,7 @@ class CurvatureMonitor(CallbackBase):
             rtol=rtol,
             seed=seed,
             loss=loss,
-            nodes=self._nodes,
+            nodes=nodes,
             output=output,
         )
         self._every_n_validations = every_n_validations
@@ -143,14 +142,14 @@ class CurvatureMonitor(CallbackBase):
         self._prefix = log_key_prefix
         self._strict = strict
         settings = Settings(
-            pairs=bool(self._metrics), nodes=self._nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
+            pairs=bool(self._metrics), nodes=nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
         )
         self._recorder = Recorder(
             MeasurementRunner(settings, ProbeBatch(probe_size, probe_batches, data)),
             Budget(max_overhead),
             History(history_size),
             Alerting(alerts, on_alert, log_key_prefix),
-            Report(self._metrics, log_pairs, heatmaps, log_key_prefix, verbose),
+            Report(self._metrics, log_pairs, heatmaps, log_key_prefix, verbose, publish),
             loss,
         )
         self._ranks: Ranks | None = None
@@ -173,11 +172,11 @@ class CurvatureMonitor(CallbackBase):
 
     @property
     def alerts(self) -> list[Alert]:
-        return self._recorder.alerting.alerts
+        return self._recorder.alerts
 
     @property
     def notices(self) -> list[Alert]:
-        return self._recorder.alerting.notices
+        return self._recorder.notices
 
     # ---- hooks: before training ----
 
@@ -195,37 +194,31 @@ class CurvatureMonitor(CallbackBase):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._active:
-            output = self._recorder.runner.settings.output
-            check_nodes(pl_module, self._nodes)
-            check_nodes(pl_module, None if output is None else [output])
-            if self._recorder.report.lacks_pictures:
-                self._recorder.warn(
-                    "heatmaps need matplotlib (pip install matplotlib); numbers are logged all the same"
-                )
+            self._recorder.check(pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._active and trainer.global_step > 0 and not self._loaded and not len(self._recorder.history):
             self._recorder.warn("the checkpoint has no state of this CurvatureMonitor: its history starts here")
-        self._recorder.budget.start_training()
+        self._recorder.start_training()
         self._measured_at = None  # another fit may count its steps from 0 again
 
     # ---- hooks: capture batches ----
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._recorder.runner.probe.start_validation()
+        self._recorder.start_validation()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self._active and dataloader_idx == 0:
-            self._recorder.runner.probe.observe("val", batch)
+            self._recorder.observe_batch("val", batch)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self._active:
             return
-        self._recorder.runner.probe.observe("train", batch)
+        self._recorder.observe_batch("train", batch)
         if self._initial and trainer.global_step == 0 and not len(self._recorder.history) and self._measured_at is None:
             reason = self._why_not_initial(trainer, pl_module)
             if reason is None:
@@ -242,9 +235,7 @@ class CurvatureMonitor(CallbackBase):
         if self._every_n_train_steps is not None:
             return None
         incomplete = trainer.num_sanity_val_batches[:1] < trainer.num_val_batches[:1]
-        if not self._ranks.broadcast(
-            trainer.enable_validation and self._recorder.runner.probe.is_short() and incomplete
-        ):
+        if not self._ranks.broadcast(trainer.enable_validation and self._recorder.probe_is_short and incomplete):
             return None
         return (
             "the sanity check has run on too few validation samples for a probe batch; "
@@ -257,7 +248,7 @@ class CurvatureMonitor(CallbackBase):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._active:
-            self._recorder.alerting.observe_step(trainer, pl_module, outputs)
+            self._recorder.observe_step(trainer, pl_module, outputs)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=batches_that_stepped(trainer))

@@ -1,22 +1,36 @@
-"""What differs between Lightning packages, and which runs can be monitored."""
+"""What differs between Lightning packages, their private names that curvmon uses, and which runs can be monitored.
+
+| name in Lightning | used in | because |
+|---|---|---|
+| `trainer.fit_loop.epoch_loop._batches_that_stepped` | `batches_that_stepped` | the x-axis of Lightning's own metrics |
+| `trainer._logger_connector._callback_metrics` | `publish` | the property computes the epoch's metrics early |
+| `module._trainer` | `attached_trainer` | the property raises where there is none |
+| `trainer.strategy._lightning_optimizers` | `isolation/trainer_state.py` | what `self.optimizers()` returns |
+| `WandbLogger._wandb_init` | `reporting/dashboards.py` | whether W&B mirrors TensorBoard |
+| module `core.module` | `_overrides` | base class of either package |
+
+`tests/integrations/lightning/test_compatibility.py` checks that the installed packages have them.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from curvmon.graph.nodes import check_names
-from curvmon.integrations.lightning.training_step import takes_iterator
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 PACKAGES = ("pytorch_lightning", "lightning.pytorch")
-_SHARDED = {
+_UNSUPPORTED_STRATEGIES = {
     "FSDPStrategy": "FSDP shards parameters below autograd",
     "DeepSpeedStrategy": "DeepSpeed shards parameters below autograd",
     "ModelParallelStrategy": "model parallelism (FSDP2, tensor parallelism) shards parameters below autograd",
@@ -45,15 +59,16 @@ else:
 def unsupported(trainer: pl.Trainer, module: pl.LightningModule, has_loss: bool) -> str | None:
     """Why this run cannot be monitored, and what to do about it; None if it can."""
     for base in type(trainer.strategy).__mro__:
-        if base.__name__ in _SHARDED:
-            return f"{_SHARDED[base.__name__]}; use DDP or one device, or measure a checkpoint with curvmon.measure"
+        if base.__name__ in _UNSUPPORTED_STRATEGIES:
+            reason = _UNSUPPORTED_STRATEGIES[base.__name__]
+            return f"{reason}; use DDP or one device, or measure a checkpoint with curvmon.measure"
     if has_loss:
         return None
     if not module.automatic_optimization:
         return "training_step of a module with manual optimisation steps its optimizers; pass loss=..."
     if not _overrides(module, "training_step"):
         return "the module has no training_step; pass loss=..."
-    if takes_iterator(module):
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         return "training_step draws its batches itself (dataloader_iter); pass loss=..."
     return None
 
@@ -63,10 +78,10 @@ def _overrides(module: pl.LightningModule, name: str) -> bool:
     return not type(module).__dict__.get(name, getattr(type(module), name)).__module__.endswith("core.module")
 
 
-def check_nodes(module: nn.Module, nodes: list[str] | None) -> None:
+def check_nodes(module: nn.Module, nodes: Sequence[str] | None) -> None:
     """Raises NodeError for names that match no module, with the nearest ones."""
     if nodes is not None:
-        check_names(module, nodes)
+        check_names(module, list(nodes))
 
 
 def has_lazy_tensors(module: nn.Module) -> bool:
@@ -90,3 +105,19 @@ def ranks_may_skip_validation(trainer: pl.Trainer, module: pl.LightningModule) -
 def batches_that_stepped(trainer: pl.Trainer) -> int:
     """The x-axis of Lightning's own metrics; LearningRateMonitor reads it from the same place."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def attached_trainer(module: Any) -> Any:
+    """The Trainer of a LightningModule; None without one."""
+    return getattr(module, "_trainer", None)
+
+
+def publish(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
+    """Into `callback_metrics`, on every process: what EarlyStopping and ModelCheckpoint can monitor.
+
+    The dict behind that property: the property itself computes the epoch's metrics at once, and what the module adds
+    to them in its own `on_train_epoch_end` would be missing from its log.
+    """
+    metrics = getattr(getattr(trainer, "_logger_connector", None), "_callback_metrics", None)
+    metrics = trainer.callback_metrics if metrics is None else metrics
+    metrics.update({key: torch.tensor(value) for key, value in scalars.items()})

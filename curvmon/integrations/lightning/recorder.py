@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from curvmon.errors import warn
 from curvmon.integrations.lightning.alerting import Alerting
+from curvmon.integrations.lightning.compatibility import check_nodes
 from curvmon.integrations.lightning.training_step import isolated_step, step_loss
 from curvmon.monitor.budget import Budget, Plan
-from curvmon.monitor.fallbacks import RESPONSES
+from curvmon.monitor.fallbacks import RESPONSES, Failure
 from curvmon.monitor.history import History
-from curvmon.monitor.measurement import MeasurementRunner, Outcome, Target
+from curvmon.monitor.measurement import MeasurementRunner, Target
 from curvmon.monitor.process_group import Ranks
-from curvmon.records import Snapshot
+from curvmon.records import Alert, Snapshot
 from curvmon.reporting.console import progress
 from curvmon.reporting.reporter import Report
 
@@ -28,7 +29,7 @@ log = logging.getLogger("curvmon")
 
 
 class Recorder:
-    """Measures, and puts the result where it belongs.
+    """Measures, and adds the result to history, alerts and loggers.
 
     Args:
         runner: makes the measurement.
@@ -56,8 +57,43 @@ class Recorder:
         self._loss = loss
         self._warned: set[str] = set()
 
+    @property
+    def alerts(self) -> list[Alert]:
+        return self.alerting.alerts
+
+    @property
+    def notices(self) -> list[Alert]:
+        return self.alerting.notices
+
+    def check(self, pl_module: pl.LightningModule) -> None:
+        """Before training. Raises NodeError for names that match no module; warns if matplotlib is missing."""
+        settings = self.runner.settings
+        check_nodes(pl_module, settings.nodes)
+        check_nodes(pl_module, None if settings.output is None else [settings.output])
+        if self.report.lacks_pictures:
+            self.warn("heatmaps need matplotlib (pip install matplotlib); numbers are logged all the same")
+
+    def start_training(self) -> None:
+        self.budget.start_training()
+
+    def start_validation(self) -> None:
+        self.runner.probe.start_validation()
+
+    def observe_batch(self, source: str, batch: Any) -> None:
+        """Captures the batch if it belongs to the probe batch."""
+        self.runner.probe.observe(source, batch)
+
+    def observe_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
+        """After a training step: its learning rate and its loss, as context of alerts."""
+        self.alerting.observe_step(trainer, pl_module, outputs)
+
+    @property
+    def probe_is_short(self) -> bool:
+        """Fewer samples have been captured than the probe batch should have."""
+        return self.runner.probe.is_short()
+
     def measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule, ranks: Ranks, step: int) -> bool:
-        """Called by all ranks together; False if this run cannot be measured at all.
+        """Called by all ranks together; False if the run cannot be measured.
 
         Args:
             trainer: whose loggers and `callback_metrics` get the values.
@@ -67,20 +103,24 @@ class Recorder:
         """
         plan: Plan = ranks.broadcast(self.budget.plan())
         if plan.skips:
+            self.budget.skip()
             self._skip(trainer, step)
             return True
         last = self.history.last
         target = self._target(trainer, pl_module)
-        with self.budget.measuring(plan), progress(trainer, None if last is None else last.hvps) as on_product:
+        with self.budget.measuring(), progress(trainer, None if last is None else last.hvps) as on_product:
             outcome = self.runner.run(
                 target, ranks, warn=self.warn, share=plan.share, is_first=last is None, on_product=on_product
             )
+        if outcome.succeeded:
+            self.budget.update_estimate(plan)
         # before the first step there is no training time to compare with
         overhead = self.budget.overhead if trainer.global_step else float("nan")
         with self.budget.reporting():
             seconds, overhead, skipped = ranks.broadcast((self.budget.last_seconds, overhead, self.budget.skipped))
-            if not outcome.succeeded:
-                return self._failed(trainer, outcome, ranks, step)
+            failure = outcome.failure
+            if failure is not None and not outcome.succeeded:
+                return self._failed(trainer, failure, ranks, step)
             snapshot = Snapshot(
                 step=step,
                 epoch=trainer.current_epoch,
@@ -92,9 +132,9 @@ class Recorder:
             )
             self._compare_nodes(snapshot)
             fresh = self.alerting.update(trainer, pl_module, snapshot, list(self.history), ranks)
-            if outcome.kind == "diverged" and (last is None or last.spectrum is not None):
+            if failure is not None and failure.kind == "diverged" and (last is None or last.spectrum is not None):
                 # the Hessian w.r.t. the parameters is not finite, although that between layers still is
-                fresh += self.alerting.diverged(outcome.error, step, snapshot.epoch, ranks)
+                fresh += self.alerting.diverged(failure.message, step, snapshot.epoch, ranks)
             self.history.append(replace(snapshot, alerts=len(self.alerting.alerts)))
             self.report.write(trainer, list(self.history), self.alerting.alerts, fresh)
             self.alerting.deliver(trainer, fresh)
@@ -128,21 +168,20 @@ class Recorder:
                 "values of pairs before and after are not comparable"
             )
 
-    def _failed(self, trainer: pl.Trainer, outcome: Outcome, ranks: Ranks, step: int) -> bool:
-        """One warning for each kind of error; False if it is of no use to measure again."""
-        assert outcome.kind is not None
-        if outcome.kind == "diverged":
-            fresh = self.alerting.diverged(outcome.error, step, trainer.current_epoch, ranks)
+    def _failed(self, trainer: pl.Trainer, failure: Failure, ranks: Ranks, step: int) -> bool:
+        """One warning for each kind of error; False if the run cannot be measured."""
+        if failure.kind == "diverged":
+            fresh = self.alerting.diverged(failure.message, step, trainer.current_epoch, ranks)
             if fresh:
                 self.report.count(trainer, self.alerting.alerts, step)
             self.alerting.deliver(trainer, fresh)
-        retry_later = RESPONSES[outcome.kind].retry_later
+        retry_later = RESPONSES[failure.kind].retry_later
         if retry_later:
             self.warn(
-                f"not measured: {outcome.error}. Training goes on; the next validation measures again", outcome.kind
+                f"not measured: {failure.message}. Training goes on; the next validation measures again", failure.kind
             )
         else:
-            self.warn(f"not measured: {outcome.error}. This run is not monitored any more; training goes on")
+            self.warn(f"not measured: {failure.message}. This run is not monitored any more; training goes on")
         return retry_later
 
     def warn(self, message: str, kind: str | None = None) -> None:

@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from curvmon.errors import LossError
+from curvmon.integrations.lightning.compatibility import attached_trainer
 from curvmon.isolation.trainer_state import frozen_trainer_state, shadowed
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def step_loss(module: pl.LightningModule) -> Loss:
     takes_index = _takes_two(module.training_step)
 
     def loss(model: Any, batch: Any) -> Tensor:
-        with _not_stopped(getattr(model, "_trainer", None)):
+        with _not_stopped(attached_trainer(model)):
             returned = model.training_step(batch, 0) if takes_index else model.training_step(batch)
         if isinstance(returned, Mapping):
             returned = returned.get("loss")
@@ -65,11 +66,6 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) >= 2
-
-
-def takes_iterator(module: pl.LightningModule) -> bool:
-    """`training_step(self, dataloader_iter)` draws its batches itself."""
-    return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
 @contextmanager

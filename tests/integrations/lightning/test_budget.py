@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from curvmon import CurvatureMonitor
 from curvmon.monitor.budget import FREE_SECONDS, Budget
+from curvmon.monitor.fallbacks import Failure
 from curvmon.monitor.measurement import Outcome, attempt
+from tests.helpers.budgets import monitor_with
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.lightning_runs import QUIET
 from tests.helpers.module_zoo import BATCH, REGRESSION, REGRESSION_VAL, Regression
@@ -31,8 +33,8 @@ class Run:
     """Four steps an epoch, and `seconds` for every product of a measurement."""
 
     def __init__(self, seconds: float, epochs: int, free: float = FREE_SECONDS, **options: Any) -> None:
-        clock, self.monitor, self.trained = FakeClock(), CurvatureMonitor(**options), 4.0 * epochs
-        self.budget = self.monitor._recorder.budget = Budget(options.get("max_overhead", 0.05), free, clock)
+        clock, self.trained = FakeClock(), 4.0 * epochs
+        self.budget = Budget(options.get("max_overhead", 0.05), free, clock)
 
         def timed_attempt(*args: Any) -> Outcome:
             outcome = attempt(*args)
@@ -40,7 +42,7 @@ class Run:
             clock.advance(seconds * sum(part.hvps for part in parts if part is not None))
             return outcome
 
-        self.monitor._recorder.runner._attempt = timed_attempt
+        self.monitor = monitor_with(self.budget, timed_attempt, **options)
         torch.manual_seed(0)
         began = clock()
         trainer = pl.Trainer(callbacks=[Timed(clock), self.monitor], **{**QUIET, "max_epochs": epochs})
@@ -83,3 +85,19 @@ def test_short_runs_are_measured_in_full() -> None:
 def test_no_limit() -> None:
     run = Run(1000.0, epochs=4, eigenvalues=0, max_overhead=None)
     assert len(run.monitor.history) == 5 and run.snapshots[-1].overhead == pytest.approx(run.spent / run.trained)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_failed_measurements_do_not_change_the_estimate(fails: bool) -> None:
+    def failing(*args: Any) -> Outcome:
+        return Outcome(failure=Failure("transient", "ValueError: no")) if fails else attempt(*args)
+
+    budget = Budget(0.05)
+    monitor = monitor_with(budget, failing, eigenvalues=0, heatmaps=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl.Trainer(callbacks=[monitor], **QUIET).fit(
+            Regression(), DataLoader(REGRESSION, BATCH), DataLoader(REGRESSION_VAL, BATCH)
+        )
+    assert budget.measured > 0
+    assert (budget.state_dict()["full_seconds"] is None) == fails

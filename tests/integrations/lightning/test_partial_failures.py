@@ -21,7 +21,7 @@ from curvmon import AlertRules, CurvatureMonitor
 from curvmon.alerts.context import context_values
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.integrations.lightning import training_step
-from curvmon.monitor.fallbacks import describe
+from curvmon.monitor.fallbacks import Failure, describe
 from curvmon.monitor.measurement import Outcome, merge
 from tests.helpers.lightning_runs import QUIET, assert_same, doctored, first_rows, run, trained
 from tests.helpers.module_zoo import BATCH, PROBE, REGRESSION, REGRESSION_VAL, Regression, regression_loss
@@ -83,9 +83,10 @@ def test_impossible_eigenvalues_are_not_retried(monkeypatch: pytest.MonkeyPatch)
 def test_failed_pairs_fail_the_measurement() -> None:
     """Whatever has become of the eigenvalues on another process."""
     found: Any = object()
-    pairs, values = Outcome(error="no", part="pairs"), Outcome(error="none", part="spectrum")
+    pairs = Outcome(failure=Failure("transient", "no", "pairs"))
+    values = Outcome(failure=Failure("transient", "none", "spectrum"))
     measured = Outcome(measurement=found)
-    assert merge([measured, values]).succeeded and merge([measured, values]).error == "none"
+    assert merge([measured, values]).succeeded and merge([measured, values]).failure == values.failure
     assert not merge([measured, pairs]).succeeded
     assert not merge([measured, pairs, values]).succeeded
 
