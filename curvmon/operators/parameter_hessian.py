@@ -89,10 +89,10 @@ class ParameterOperator(SymmetricOperator):
     """H w.r.t. the parameters, of a loss or of the weighted sum of several; also its blocks, and GGN.
 
     Attributes:
-        names: of the parameters, in the order of a flat vector.
+        names: names of the parameters, in the order of a flat vector.
         originals: the user's parameters, of which the measured ones are copies.
         sizes: entries of every parameter.
-        loss: at the current parameters.
+        loss: the loss at the current parameters.
         gradient: dL/dθ, flat.
         has_ggn: the outputs that enter the loss were recognised, and nothing bypasses them.
         custom_functions: names of the custom autograd functions in the graph.

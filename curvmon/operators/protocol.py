@@ -30,7 +30,7 @@ class LinearOperator(ABC):
 
     Attributes:
         shape: (m, n).
-        dtype, device: of the vectors; arguments are converted.
+        dtype, device: dtype and device of the vectors; arguments are converted.
         products: columns multiplied so far, by A or its transpose.
     """
 

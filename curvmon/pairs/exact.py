@@ -17,7 +17,7 @@ from curvmon.operators.session import Loss, open_session
 from curvmon.pairs.pair_metrics import Matrices, Norms, pair_metrics
 from curvmon.records import METRICS, ExactMeasurement
 
-MOST_BYTES = 2 * 2**30
+MAX_BYTES = 2 * 2**30
 """Largest total size of all blocks."""
 
 
@@ -54,7 +54,7 @@ def exact(
         checked = check_custom_functions(session)
         sizes = [template.numel() for template in operator.templates]
         needed = 8 * sum(sizes) ** 2 * (1 + operator.has_gauss_newton)
-        if needed > MOST_BYTES:
+        if needed > MAX_BYTES:
             raise InputError(
                 f"the dense blocks of {', '.join(f'{n} ({d})' for n, d in zip(names, sizes))} take "
                 f"{needed / 2**30:.1f} GiB; choose smaller nodes, or use curvmon.measure"

@@ -55,7 +55,7 @@ def measure(
             rtol, below rtol². Where that of D is not below twice as much, a note says so.
         max_hvps: stop before this many HVPs, products with the Gauss-Newton part included. The backward passes for the
             Gauss-Newton factors are not counted; `notes` has their number.
-        seed: of the probes; the same seed gives the same numbers. The model's own noise is always the same.
+        seed: seed of the probes; the same seed gives the same numbers. The model's own noise is always the same.
 
     Example:
         >>> import torch, curvmon

@@ -63,7 +63,7 @@ class Measurement:
         stderr: standard errors by metric.
         spectral_norm: ‖H[v, w]‖_2.
         gn_norm: ‖GN[v, w]‖_F; NaN where the output of the network is not identified.
-        loss: of the batch, in eval mode.
+        loss: the loss of the batch, in eval mode.
         hvps: products with H or GN that were computed.
         seconds: wall-clock time.
         notes: what a reader of the numbers has to know.

@@ -92,19 +92,19 @@ class Spectrum:
         smallest: the smallest one.
         residuals: ‖Hv - λv‖ for each of `eigenvalues`.
         converged: whether each residual is below the tolerance.
-        smallest_converged: the same for `smallest`.
+        smallest_converged: whether the residual of `smallest` is below the tolerance.
         eigenvectors: unit columns for `eigenvalues`, (d, k), on the device of the parameters.
         ggn_eigenvalue: the largest one of the Gauss-Newton matrix J^T S J; NaN where the output of the network is not
             identified.
         ggn_error: |λ_1 - ggn_eigenvalue| / λ_1.
         trace: tr H.
         trace_stderr: its standard error.
-        density: of the eigenvalues, if requested.
+        density: the density of the eigenvalues, if requested.
         stability_limit: largest stable sharpness of the optimizer; NaN without an optimizer or a formula for it.
         stability_ratio: λ_1 / stability_limit, λ_1 of the preconditioned Hessian where the optimizer has a
             preconditioner; above one, steps overshoot.
         parameters: names, in the order of the entries of θ.
-        loss: of the batch.
+        loss: the loss of the batch.
         hvps: products with H or its Gauss-Newton part that were computed.
         seconds: wall-clock time.
         notes: what a reader of the numbers has to know.

@@ -22,7 +22,7 @@ from curvmon.spectrum.stability_limit import stability_limit
 from curvmon.spectrum.trace import LayerwiseError, TraceAndStart, layerwise_trace
 
 SYMMETRIC = 1e-3
-"""relative; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
+"""relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
 
 
 def spectrum(
@@ -71,7 +71,7 @@ def spectrum(
         density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 HVPs more.
         start: warm start: an earlier result for the same parameters, whose eigenvectors are used, or a flat vector. By
             default the estimate of `trace`, or the gradient.
-        seed: for the random vectors of the search and of the trace.
+        seed: seed for the random vectors of the search and of the trace.
         optimizer: compare λ_1 with its largest stable sharpness, see `stability_limit`. Adaptive optimizers cost some
             HVPs more, for the eigenvalue of the preconditioned Hessian.
         groups: names or patterns of modules or parameters (["stem", "layer*"]), or a mapping from group names to such:

@@ -24,14 +24,23 @@ from curvmon.graph.linear_layers import LayeredGraph
 from curvmon.graph.loss_curvature import Layout, dense_factor, sketch
 from curvmon.numerics import gaussian, norm, norm_squared, precise, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
-from curvmon.spectrum.initial_block import GradientSketches, joined, sketcher_for, start_cotangents
+from curvmon.spectrum.starting_vector import GradientSketches, joined, sketcher_for, start_cotangents
 
 TOLERANCE = 1e-4
-"""relative; rounding is 1e-6, and a missing path contributes as much as any other"""
+"""relative tolerance; rounding is 1e-6, and a missing path contributes as much as any other"""
 
 
 class LayerCheck:
-    """Accumulates the right side while the layered graphs are in use, then compares it with the left side."""
+    """Checks that the layers of a network, differentiated one by one, give the gradient of the whole network.
+
+        J^T c = Σ_layers A(x)^T (d<c, out>/df)        c: one random cotangent; f = A(x) θ: the output of a layer
+
+    The left side is computed w.r.t. the parameters, the right side w.r.t. taps on the layers. They differ if a
+    parameter is used outside its layer (a gradient penalty uses the weights again, in the backward pass of the
+    network), or if the model computes something else in every forward pass. Cost: one backward pass for each side.
+
+    The right side is accumulated while the layered graphs are in use, then compared with the left side.
+    """
 
     def __init__(self, operator: ParameterOperator) -> None:
         self._operator = operator
@@ -65,7 +74,7 @@ class LayerCheck:
         return self._operator.gathered(pairs)
 
 
-MOST_COLUMNS = 24
+MAX_COLUMNS = 24
 """outputs per sample up to which tr GGN is exact: one backward pass each"""
 SKETCHES = 10
 PROBES = 10
@@ -83,7 +92,7 @@ class TraceEstimate(NamedTuple):
         value: the estimate.
         stderr: its standard error.
         products: its cost in Hessian-vector products.
-        sketches: of the per-sample gradients on the way, if asked for and if every sample has its own gradient.
+        sketches: sketches of the per-sample gradients, if requested and if every sample has its own gradient.
     """
 
     value: float
@@ -175,7 +184,7 @@ def gauss_newton_trace(
     def loss_curvature(tangents: Sequence[Tensor]) -> list[Tensor]:
         return product(slopes, graph.output_taps, tangents)
 
-    factor = dense_factor(layout, loss_curvature, graph.outputs[0].detach()) if layout.width <= MOST_COLUMNS else None
+    factor = dense_factor(layout, loss_curvature, graph.outputs[0].detach()) if layout.width <= MAX_COLUMNS else None
     if factor is not None:
         separable = _separable_layers(layered, layout, layout.tensors(_combined(factor.columns)))
         if len(separable) == len(layered.layers) and not layered.rest:
