@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvmon.alerts.forecast import Forecast
-from curvmon.records import REST
+from curvmon.records import AFTER_LAST_NODE
 
 LEARNING_RATE, TRAINING_LOSS = "learning rate", "training loss"
 WEIGHTS, BUFFERS, OPERATIONS = "norm of ", "statistics in ", "operations of "
@@ -131,7 +131,7 @@ class ContextTracker:
             kinds = sorted({*before[node], *operations[node]})
             differences = {kind: operations[node].get(kind, 0) - before[node].get(kind, 0) for kind in kinds}
             listed = [f"{abs(n)} {'more' if n > 0 else 'fewer'} {kind}" for kind, n in differences.items() if n]
-            where = "the loss" if node == REST else node
+            where = "the loss" if node == AFTER_LAST_NODE else node
             causes.append(Cause(f"{OPERATIONS}{where}: {', '.join(listed)}", f"{OPERATIONS}{node}", math.inf, True))
         return causes
 

@@ -17,7 +17,7 @@ from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
 from curvmon.pairs.estimator import PairEstimator
 from curvmon.pairs.gauss_newton import gauss_newton_part, with_factors
-from curvmon.records import REST, Measurement
+from curvmon.records import AFTER_LAST_NODE, Measurement
 
 
 def measure(
@@ -108,7 +108,7 @@ def run_measurement(
         # a different stream from that of the model's own random numbers, which are seeded as well
         generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
         graph = session.operator.graph
-        counted = operations([*graph.tapped, graph.loss])
+        counted = operations([*graph.tapped, graph.loss], taps=[*graph.sample_taps, *graph.output_taps])
         del graph
         part = gauss_newton_part(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
         operator = with_factors(session.operator, part)
@@ -135,7 +135,7 @@ def run_measurement(
         hvps=estimate.hvps,
         seconds=time.perf_counter() - start,
         notes=(*notes, *matrices.notes(), *estimate.notes),
-        operations={name: dict(count) for name, count in zip((*names, REST), counted)},
+        operations={name: dict(count) for name, count in zip((*names, AFTER_LAST_NODE), counted)},
     )
 
 

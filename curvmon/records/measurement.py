@@ -15,8 +15,8 @@ from curvmon.records.formatting import to_matrix, with_error
 Metric = Literal["resonance", "coupling", "stable_rank", "gn_gap"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 """the pair metrics that are fields of a `Measurement`; `curvmon.metrics` may have more, derived from them"""
-REST = "loss"
-"""key of `Measurement.operations` for what is computed after the last node"""
+AFTER_LAST_NODE = "<loss>"
+"""key of `Measurement.operations` for what is computed after the last node; no module has this name"""
 
 
 class Pair(NamedTuple):
@@ -67,8 +67,8 @@ class Measurement:
         hvps: products with H or GN that were computed.
         seconds: wall-clock time.
         notes: what a reader of the numbers has to know.
-        operations: by node, the operations computed between the preceding nodes and its output,
-            {"blocks.1": {"Relu": 2, "Add": 1}, …}; those after the last node under "loss". Not in `to_dict`, to keep
+        operations: the operations of the model between the preceding nodes and the output of each node,
+            {"blocks.1": {"Relu": 2, "Add": 1}, …}; those after the last node under "<loss>". Not in `to_dict`, to keep
             histories small; empty where not counted.
     """
 
