@@ -89,6 +89,7 @@ def spectrum(
         InputError: if an argument makes no sense.
         LossError: if the loss does not depend on the parameters, or is not deterministic.
         DivergedError: if the loss is not finite.
+        DoubleBackwardError: if an operation of the loss cannot be differentiated twice.
         NonFiniteError: if an HVP is not finite although the loss is.
 
     Example:
@@ -106,11 +107,9 @@ def spectrum(
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
     notes: list[str] = []
-    with open_parameters(model, [batch, *more_batches], loss=loss) as operator:
+    with open_parameters(model, [batch, *more_batches], loss=loss, on_product=on_product) as operator:
         notes.extend(operator.notes)
         members = {} if groups is None else resolve_groups(operator.names, groups)
-        if on_product is not None:
-            operator.on_product = on_product
         generator = torch.Generator("cpu").manual_seed(seed)
         search = EigenvalueSearch(operator, k, rtol, max_hvps, generator, smallest)
         estimate: TraceAndStart | None = None
