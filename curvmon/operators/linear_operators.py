@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
 
 from curvmon.errors import InputError, NodeError
+from curvmon.graph.nodes import name_hint
 from curvmon.operators.node_blocks import GraphOperator, Part
 from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.operators.protocol import LinearOperator, OperatorState, SymmetricOperator, SymmetricProduct
@@ -124,8 +124,7 @@ class Blocks(Mapping[tuple[str, str], LinearOperator]):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise NodeError(f"blocks are named by two nodes, as in blocks[{self._nodes[0]!r}, {self._nodes[-1]!r}]")
         unknown = next(name for name in pair if name not in self._nodes)
-        near = get_close_matches(str(unknown), self._nodes)
-        hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {', '.join(self._nodes)}"
+        hint = name_hint(str(unknown), self._nodes, f"there are {', '.join(self._nodes)}")
         raise NodeError(f"{unknown!r} is not among the nodes; {hint}")
 
     def __contains__(self, pair: object) -> bool:

@@ -21,7 +21,8 @@ from curvmon.errors import InputError
 from curvmon.numerics import gaussian, precise
 from curvmon.operators.node_blocks import BlockOperator
 from curvmon.pairs.gauss_newton import NO_FACTORS, GaussNewtonPart
-from curvmon.pairs.pair_metrics import Assembler, Matrices
+from curvmon.pairs.metric_estimates import Assembler
+from curvmon.pairs.pair_metrics import Matrices
 from curvmon.pairs.random_probes import RestSamples
 from curvmon.pairs.shared_basis import SharedBasis
 

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from curvmon.graph.autograd import product
-from curvmon.graph.loss_curvature import Layout, dense_factor, sketch
+from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
 from curvmon.numerics import gaussian, norm_squared, precise, precise_dtype
 from curvmon.operators.node_blocks import BlockOperator, Columns, GraphOperator
 from curvmon.pairs.gauss_newton_factors import Cotangents, FactoredOperator, Factors, build
 
-MAX_COLUMNS = 24
-"""Largest number of outputs per sample for exact factors: one backward pass each."""
 FIRST_SKETCHES, MAX_SKETCHES = 4, 64
 MAX_UNITS = 2048
 """Largest number of columns times samples: the size of the Gram matrices."""
@@ -125,14 +123,8 @@ def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generato
 
 
 def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Cotangents, factors: Factors) -> bool:
-    """Whether J^T (ω c) = ω J^T c for weights ω of the samples.
-
-    The weights are powers of two: without interaction, the two sides are equal to the last bit.
-    """
-    graph = operator.graph
-    generator = torch.Generator("cpu").manual_seed(0)
-    powers = torch.randperm(layout.samples, generator=generator, device="cpu") % 9 - 4
-    weights = 2.0**powers
+    """Whether J^T (ω c) = ω J^T c for weights ω of the samples."""
+    graph, weights = operator.graph, sample_weights(layout.samples)
 
     def pulled_back(rows: Tensor) -> list[Tensor]:
         gradients = product(graph.outputs, graph.sample_taps, layout.tensors(rows))

@@ -57,6 +57,14 @@ def measure(
             Gauss-Newton factors are not counted; `notes` has their number.
         seed: seed of the probes; the same seed gives the same numbers. The model's own noise is always the same.
 
+    Raises:
+        InputError: an argument makes no sense, or `max_hvps` is too small.
+        NodeError: a name matches no module, or a module returns no activations.
+        LossError: the loss does not depend on the nodes, or is not a scalar tensor.
+        DivergedError: the loss is not finite.
+        NonFiniteError: an HVP is not finite although the loss is.
+        DoubleBackwardError: an operation between the nodes and the loss cannot be differentiated twice.
+
     Example:
         >>> import torch, curvmon
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 16), torch.nn.Tanh(),

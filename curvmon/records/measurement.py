@@ -50,6 +50,9 @@ class Measurement:
         stable_rank  D = ‖H[v, w]‖_F² / ‖H[v, w]‖_2²
         gn_gap         = ‖H[v, w] - GN[v, w]‖_F / ‖GN[v, w]‖_F,  GN the Gauss-Newton part
 
+    as defined by Bolshim and Kugaevskikh, "Inter-Layer Hessian Analysis of Neural Networks with DAG Architectures",
+    doi:10.5281/zenodo.19545553.
+
     All matrices are (n, n) float64 CPU tensors in the order of `nodes` (execution order) and symmetric.
     `stderr[metric]` has the standard error of every entry, such that value ± 1.96 stderr is a 95 % interval.
     An entry that is not defined is NaN, a ratio by zero is infinite, and `notes` says why.
@@ -106,9 +109,9 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Measurement:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`; what that omits (operations, dense blocks) is empty."""
         matrices = (*METRICS, "spectral_norm", "gn_norm")
-        return Measurement(
+        return cls(
             nodes=tuple(state["nodes"]),
             **{name: to_matrix(state[name]) for name in matrices},
             stderr={name: to_matrix(value) for name, value in state["stderr"].items()},

@@ -69,7 +69,7 @@ class GroupSpectrum:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> GroupSpectrum:
-        return GroupSpectrum(
+        return cls(
             smallest=state["smallest"],
             verified=state["verified"],
             size=state["size"],
@@ -150,7 +150,7 @@ class Spectrum:
         fields = {name: value for name, value in state.items() if name not in tensors}
         fields["parameters"], fields["notes"] = tuple(state["parameters"]), tuple(state["notes"])
         fields["groups"] = {name: GroupSpectrum.from_dict(group) for name, group in state["groups"].items()}
-        return Spectrum(
+        return cls(
             **fields,
             eigenvalues=to_matrix(state["eigenvalues"]),
             residuals=to_matrix(state["residuals"]),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvmon.graph.autograd import differentiate, product
 from curvmon.graph.linear_layers import LayeredGraph
-from curvmon.graph.loss_curvature import Layout, dense_factor, sketch
+from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
 from curvmon.numerics import gaussian, norm, norm_squared, precise, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.spectrum.starting_vector import GradientSketches, joined, sketcher_for, start_cotangents
@@ -74,8 +74,6 @@ class LayerCheck:
         return self._operator.gathered(pairs)
 
 
-MAX_COLUMNS = 24
-"""outputs per sample up to which tr GGN is exact: one backward pass each"""
 SKETCHES = 10
 PROBES = 10
 CHECKS = 4
@@ -102,11 +100,10 @@ class TraceEstimate(NamedTuple):
 
 
 class TraceAndStart(NamedTuple):
-    """tr H with its standard error, its cost in products, and a starting vector for the eigenvalue search, or None."""
+    """tr H with its standard error, and a starting vector for the eigenvalue search, or None."""
 
     value: float
     stderr: float
-    products: int
     start: Tensor | None
 
 
@@ -142,9 +139,9 @@ def layerwise_trace(operator: ParameterOperator, generator: torch.Generator, k: 
         )
     cotangents = None if estimate.sketches is None else start_cotangents(estimate.sketches, k)
     if cotangents is None:
-        return TraceAndStart(estimate.value, estimate.stderr, estimate.products, None)
+        return TraceAndStart(estimate.value, estimate.stderr, None)
     operator.spend(1)  # one backward pass and the sketches: less than a product
-    return TraceAndStart(estimate.value, estimate.stderr, estimate.products + 1, operator.pullback(cotangents))
+    return TraceAndStart(estimate.value, estimate.stderr, operator.pullback(cotangents))
 
 
 def trace_of_parts(
@@ -255,8 +252,7 @@ def _combined(columns: Tensor) -> Tensor:
 
 def _separable_layers(layered: LayeredGraph, layout: Layout, column: list[Tensor]) -> list[int]:
     """The layers in which samples do not interact: weights on the samples become weights on the gradient's rows."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    weights = 2.0 ** (torch.randperm(layout.samples, generator=generator, device="cpu") % 9 - 4)
+    weights = sample_weights(layout.samples)
     rows = layout.rows(column)
     taps = [layer.tap for layer in layered.layers]
     plain = product(layered.graph.outputs, taps, column)
