@@ -130,6 +130,9 @@ def has_convolutions(tensors: Sequence[Tensor]) -> bool:
     return any(CONVOLUTION_NODE in function.name() for function in _reachable(tensors))
 
 
+_LEAF_NODE = "AccumulateGrad"
+
+
 def operations(stages: Sequence[Tensor], taps: Sequence[Tensor] = ()) -> list[Counter[str]]:
     """For each tensor, the operations that it needs and no earlier one does: their names, and how often.
 
@@ -145,10 +148,9 @@ def operations(stages: Sequence[Tensor], taps: Sequence[Tensor] = ()) -> list[Co
         for function in new:
             inputs = [source for source, _ in function.next_functions]
             is_tap_sum = any(s in tap_functions or id(getattr(s, "variable", None)) in leaves for s in inputs if s)
-            # the variable of a leaf's own node: AccumulateGrad is no operation
-            if not is_tap_sum and not hasattr(function, "variable") and (name := torch_name(function)) is not None:
-                names.append(name)
-        counts.append(Counter(re.sub(r"Backward\d*$", "", name.split("::")[-1]) for name in names))
+            if not is_tap_sum and (name := torch_name(function)) is not None:
+                names.append(re.sub(r"Backward\d*$", "", name.split("::")[-1]))
+        counts.append(Counter(name for name in names if name != _LEAF_NODE))
     return counts
 
 

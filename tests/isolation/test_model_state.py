@@ -427,8 +427,10 @@ def test_second_thread_waits_for_first(
     result: dict[str, float] = {}
 
     def first() -> None:
-        result["first"] = number(one, batch, first_loss)
-        first_left.set()
+        try:
+            result["first"] = number(one, batch, first_loss)
+        finally:
+            first_left.set()
 
     def second() -> None:
         first_inside.wait(PATIENCE)
