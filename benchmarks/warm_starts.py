@@ -13,8 +13,8 @@ from torch import Tensor
 import curvmon
 from benchmarks.trained import Setting
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
-from curvmon.spectrum.initial_block import start_cotangents
 from curvmon.spectrum.lanczos import Lanczos
+from curvmon.spectrum.starting_vector import start_cotangents
 from curvmon.spectrum.trace import trace_of_parts
 
 TOLERANCE = 1e-2

@@ -3,9 +3,10 @@
     L = 1/(2n) Σ_i (f(x_i) - y_i)²,   H = d²L/dθ²,   θ: all weights
 
 Each spectrum has a *bulk*, few values with high multiplicity, and a handful of *outliers*. The formulas are those of
-the paper on closed-form Hessian spectra that docs/spectrum.md cites; in the tests, dense Hessians agree to rounding.
-Where the paper has a polynomial, its roots are computed as the eigenvalues of a small symmetric matrix with that
-characteristic polynomial: computed from the coefficients, a double root has half the digits only.
+"Cracking the Hessian: Closed-Form Hessian Spectra for Fundamental Neural Networks" (anonymous authors, under
+double-blind review, no DOI), "the paper" below; in the tests, dense Hessians agree to rounding. Where the paper has a
+polynomial, its roots are computed as the eigenvalues of a small symmetric matrix with that characteristic polynomial:
+computed from the coefficients, a double root has half the digits only.
 """
 
 from __future__ import annotations

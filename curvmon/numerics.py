@@ -16,17 +16,17 @@ _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
 """97.5 % quantiles of Student's t distribution over _Z, for one to four degrees of freedom"""
 
 
-def small_sample_factor(freedom: int) -> float:
-    """t / z, the 97.5 % quantiles of Student's t with `freedom` degrees of freedom and of the normal distribution.
+def small_sample_factor(degrees_of_freedom: int) -> float:
+    """t / z, the 97.5 % quantiles of Student's t and of the normal distribution.
 
     A standard error from few samples times this factor: ± 1.96 of it then covers 95 %. From five degrees of freedom on
     by an expansion of t in 1/n (Cornish & Fisher 1938; Abramowitz & Stegun 1964, 26.7.5), right to 0.2 %.
     """
-    if freedom < 1:
+    if degrees_of_freedom < 1:
         return math.inf
-    if freedom <= len(_STUDENT):
-        return _STUDENT[freedom - 1]
-    z, n = _Z, float(freedom)
+    if degrees_of_freedom <= len(_STUDENT):
+        return _STUDENT[degrees_of_freedom - 1]
+    z, n = _Z, float(degrees_of_freedom)
     terms = (
         (z**2 + 1) / (4 * n),
         (5 * z**4 + 16 * z**2 + 3) / (96 * n**2),

@@ -49,6 +49,14 @@ def test_to_dict_is_json(measurement: curvmon.Measurement) -> None:
     assert restored["hvps"] == 12 and restored["notes"] == ["stem--head: zero"]
 
 
+def test_from_dict_restores_the_class_it_is_called_on(measurement: curvmon.Measurement) -> None:
+    exact = curvmon.ExactMeasurement(**{f.name: getattr(measurement, f.name) for f in dataclasses.fields(measurement)})
+    restored = curvmon.ExactMeasurement.from_dict(exact.to_dict())
+    assert type(restored) is curvmon.ExactMeasurement and restored.blocks == {} and restored.operations == {}
+    assert type(curvmon.Measurement.from_dict(exact.to_dict())) is curvmon.Measurement
+    assert torch.equal(restored.spectral_norm.nan_to_num(), measurement.spectral_norm.nan_to_num())
+
+
 def test_str_has_pairs_values_errors_and_notes(measurement: curvmon.Measurement) -> None:
     lines = str(measurement).splitlines()
     assert lines[0] == "Measurement: 3 nodes, loss 0.25, 12 products, 0.5 s"

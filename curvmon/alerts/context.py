@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvmon.alerts.forecast import Forecast
-from curvmon.records import REST
+from curvmon.records import AFTER_LAST_NODE
 
 Kind = Literal["learning rate", "training loss", "weights", "statistics", "operations"]
 Source = tuple[Kind, str]
@@ -61,7 +61,7 @@ class Cause(NamedTuple):
     @property
     def text(self) -> str:
         """`learning rate x 20`, `norm of blocks.1.conv1.weight x 0.71`, `operations of blocks.2: 1 fewer Add`"""
-        name = "the loss" if self.kind == "operations" and self.name == REST else self.name
+        name = "the loss" if self.kind == "operations" and self.name == AFTER_LAST_NODE else self.name
         return f"{TEXTS[self.kind].format(name)} {self.change}"
 
     def node(self, nodes: Sequence[str]) -> str | None:

@@ -130,15 +130,27 @@ def has_convolutions(tensors: Sequence[Tensor]) -> bool:
     return any(CONVOLUTION_NODE in function.name() for function in _reachable(tensors))
 
 
-def operations(stages: Sequence[Tensor]) -> list[Counter[str]]:
-    """For each tensor, the operations that it needs and no earlier one does: their names, and how often."""
-    seen: set[Any] = set()
+_LEAF_NODE = "AccumulateGrad"
+
+
+def operations(stages: Sequence[Tensor], taps: Sequence[Tensor] = ()) -> list[Counter[str]]:
+    """For each tensor, the operations that it needs and no earlier one does: their names, and how often.
+
+    The sums `x + tap` are not counted, nor what leads from a leaf to its tap.
+    """
+    leaves, tap_functions = {id(tap) for tap in taps}, {tap.grad_fn for tap in taps} - {None}
+    seen: set[Any] = set(_reachable(taps))
     counts = []
     for tensor in stages:
         new = set(_reachable([tensor])) - seen
         seen |= new
-        names = [name for function in new if (name := torch_name(function)) is not None]
-        counts.append(Counter(re.sub(r"Backward\d*$", "", name.split("::")[-1]) for name in names))
+        names = []
+        for function in new:
+            inputs = [source for source, _ in function.next_functions]
+            is_tap_sum = any(s in tap_functions or id(getattr(s, "variable", None)) in leaves for s in inputs if s)
+            if not is_tap_sum and (name := torch_name(function)) is not None:
+                names.append(re.sub(r"Backward\d*$", "", name.split("::")[-1]))
+        counts.append(Counter(name for name in names if name != _LEAF_NODE))
     return counts
 
 

@@ -33,8 +33,8 @@ _LINEAR_LAYERS = """
 LINEAR_IN_THEIR_PARAMETERS = frozenset(getattr(nn, name) for name in _LINEAR_LAYERS.split())
 """these types only: a subclass may compute something else"""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-MOST_ENTRIES = 2**23
-"""of the per-sample gradients that are held at a time"""
+MAX_ENTRIES = 2**23
+"""most entries of per-sample gradients that are held at a time"""
 
 
 class Layer:
@@ -69,7 +69,7 @@ class Layer:
         x, g = (t.reshape(samples, len(t) // samples, *t.shape[1:]) for t in (self._x, gradient))
         total = 0.0
         largest = max(x[0].numel() * self._patch, g[0].numel(), sum(p.numel() for p in self._trained.values()))
-        step = max(1, MOST_ENTRIES // largest)
+        step = max(1, MAX_ENTRIES // largest)
         for start in range(0, samples, step):
             total += self._chunk(start, x[start : start + step], g[start : start + step])
         return total

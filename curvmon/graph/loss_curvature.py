@@ -23,6 +23,15 @@ from curvmon.numerics import gaussian, norm_squared, rademacher
 Product = Callable[[Sequence[Tensor]], list[Tensor]]
 TOLERANCE = 1e-3
 """relative error of a random product up to which a form is recognised; rounding gives 1e-6, another form about 1"""
+MAX_COLUMNS = 24
+"""most outputs per sample for which the Gauss-Newton part is computed exactly: one backward pass per output"""
+
+
+def sample_weights(samples: int) -> Tensor:
+    """Different powers of two: where samples do not interact, J^T (ω c) = ω J^T c to the last bit."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights: Tensor = 2.0 ** (torch.randperm(samples, generator=generator, device="cpu") % 9 - 4)
+    return weights
 
 
 class Layout:

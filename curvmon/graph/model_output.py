@@ -1,8 +1,9 @@
 """Find the output of a network: the tensors that enter a torch loss function.
 
-A `TorchFunctionMode` sees `F.cross_entropy` and its kin wherever they are called: through `nn.CrossEntropyLoss`, in a
-training step, inside a model that computes its own loss. The argument `out` is replaced by `out + e_out` with a zero
-leaf e_out *for that call only*, so d²L / de_out² is the loss's own curvature even if other layers use `out` too.
+A `TorchFunctionMode` sees `F.cross_entropy` and other loss functions wherever they are called: through
+`nn.CrossEntropyLoss`, in a training step, inside a model that computes its own loss. The argument `out` is replaced by
+`out + e_out` with a zero leaf e_out *for that call only*, so d²L / de_out² is the loss's own curvature even if other
+layers use `out` too.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,9 +154,14 @@ def check_names(model: nn.Module, wanted: Sequence[str]) -> None:
 
 
 def _unknown(pattern: str, clean: str, named: dict[str, nn.Module]) -> NodeError:
-    near = difflib.get_close_matches(clean, named, n=5, cutoff=0.4)
-    hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"modules: {_listed(list(named))}"
+    hint = name_hint(clean, named, f"modules: {_listed(list(named))}")
     return NodeError(f"the model has no module {pattern!r}; {hint}")
+
+
+def name_hint(name: str, names: Iterable[str], otherwise: str) -> str:
+    """The names that are close to a wrong one, for an error message; `otherwise` if there are none."""
+    near = difflib.get_close_matches(name, list(names), n=5, cutoff=0.4)
+    return f"did you mean {', '.join(map(repr, near))}?" if near else otherwise
 
 
 def labelled(calls: list[Call], chosen: list[Call]) -> list[Node]:

@@ -118,7 +118,7 @@ class Isolation:
         """Remember the copy of a trainable parameter."""
         self._trainable.append(parameter)
 
-    def thaw(self) -> None:
+    def require_gradients(self) -> None:
         """Let these copies require gradients: for a loss that takes them itself (MAML, gradient penalties)."""
         for parameter in self._trainable:
             parameter.requires_grad_()

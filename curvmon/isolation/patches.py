@@ -1,4 +1,8 @@
-"""Every name in torch that is replaced during a measurement, and every private one that curvmon uses, in one table.
+"""Every private name of torch that curvmon uses, and every function of torch that is replaced, in one table.
+
+Settings with a public context manager are restored where they are set: the default dtype, gradient and inference mode,
+autocast and random states in `model_state`, `set_detect_anomaly` in `curvmon.monitor.measurement`. The functions of
+`COLLECTIVES` are replaced all alike, in `collectives`.
 
 `TABLE` says for each name why it is needed and what is lost without it. `patched(...)` walks the table: it makes the
 replacements, and yields a note for every name that the installed torch does not have. A renamed symbol costs a note,

@@ -26,7 +26,7 @@ class Reachable(NamedTuple):
     """What a measurement has to restore."""
 
     modules: list[nn.Module]
-    """of the model and of the loss"""
+    """all modules of the model and of the loss"""
     objects: list[Any]
     """plain objects that the model holds: a meter, an augmentation"""
     containers: list[Any]

@@ -31,7 +31,7 @@ class Symbol:
         path: "module:attribute.attribute"; the last attribute may be one of instances, set by the class's `__init__`.
         why: what goes wrong if torch's own value is kept, or what the name is used for.
         missing: what it means for a measurement if torch does not have the name.
-        versions: of torch in which the row was checked.
+        versions: versions of torch in which the row was checked.
         older: the path in earlier versions of torch.
         replacement: takes torch's own value, returns the one during a measurement.
         context: instead of a replacement: takes torch's own function, returns the context manager to measure in.

@@ -20,7 +20,7 @@ from curvmon.numerics import norm_squared
 from curvmon.operators.session import Session
 
 STEPS = 1e-7, 1e-5
-"""relative to the activations; the better of the two counts, because one may cross a kink or suffer from rounding"""
+"""step sizes relative to the activations; the better one counts: the other may cross a kink or suffer from rounding"""
 TOLERANCE = 1e-3
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
 
 from curvmon.errors import InputError, NodeError
+from curvmon.graph.nodes import name_hint
 from curvmon.operators.node_blocks import GraphOperator, Part
 from curvmon.operators.parameter_hessian import open_parameters
-from curvmon.operators.protocol import LinearOperator, ProductCount, SymmetricOperator, SymmetricProduct
+from curvmon.operators.protocol import LinearOperator, OperatorState, SymmetricOperator, SymmetricProduct
 from curvmon.operators.session import Loss, open_session
 
 
@@ -48,16 +48,23 @@ def hessian(model: nn.Module, batch: Any, *, loss: Loss) -> AbstractContextManag
 @contextmanager
 def _hessian(model: nn.Module, batch: Any, loss: Loss) -> Iterator[SymmetricOperator]:
     with open_parameters(model, [batch], loss=loss) as operator:
-        yield SymmetricProduct(operator.size, operator.template, operator.hessian)
+        yield from _closed_afterwards(SymmetricProduct(operator.size, operator.template, operator.hessian))
 
 
 def gauss_newton(model: nn.Module, batch: Any, *, loss: Loss) -> AbstractContextManager[SymmetricOperator]:
     """GGN = J^T S J as a symmetric operator, J = d out / dθ and S = d²L / d out².
 
-    `out` is what enters a torch loss function (F.cross_entropy, F.mse_loss, ...). Otherwise as `hessian`.
+    `out` is what enters a torch loss function (F.cross_entropy, F.mse_loss, ...). Cost and isolation as for `hessian`.
+
+    Args:
+        model: any module; half precision is computed in float32.
+        batch: whatever `loss` takes.
+        loss: `loss(model, batch)` returns a scalar tensor.
 
     Raises:
-        InputError: no torch loss function was seen, or part of the loss does not pass through one.
+        InputError: the model has no trainable parameter, no torch loss function was called, or part of the loss does
+            not pass through one.
+        LossError: the loss does not depend on the parameters.
     """
     return _gauss_newton(model, batch, loss)
 
@@ -70,27 +77,37 @@ def _gauss_newton(model: nn.Module, batch: Any, loss: Loss) -> Iterator[Symmetri
                 "no Gauss-Newton part: the output of the network is unknown, or part of the loss does not pass "
                 "through it; write all terms of the loss with torch loss functions (F.cross_entropy, F.mse_loss, …)"
             )
-        yield SymmetricProduct(operator.size, operator.template, operator.ggn)
+        yield from _closed_afterwards(SymmetricProduct(operator.size, operator.template, operator.ggn))
+
+
+def _closed_afterwards(operator: SymmetricProduct) -> Iterator[SymmetricOperator]:
+    try:
+        yield operator
+    finally:
+        operator._close()
 
 
 class _Block(LinearOperator):
-    """A[v, w] for A = H, GN or T. By the symmetry of A, A[v, w]^T = A[w, v]."""
+    """A[v, w] for A = H, GN or T. By the symmetry of A, A[v, w]^T = A[w, v].
 
-    def __init__(self, graph: GraphOperator, part: Part, v: int, w: int, count: ProductCount | None = None) -> None:
+    One HVP per column; two for T = H - GN where part of the loss bypasses the output.
+    """
+
+    def __init__(self, graph: GraphOperator, part: Part, v: int, w: int, state: OperatorState | None = None) -> None:
         row, col = graph.templates[v], graph.templates[w]
-        super().__init__((row.numel(), col.numel()), col, count)
+        hvps_per_column = 2 if part == "remainder" and not graph.splits else 1
+        super().__init__((row.numel(), col.numel()), col, state, hvps_per_column)
         self._graph = graph
         self._part: Part = part
         self._pair = v, w
 
     def _columns(self, z: Tensor) -> Tensor:
-        self._count.total += z.shape[1]
         return self._graph.block(self._part, *self._pair, z)
 
     @property
     def T(self) -> _Block:
         v, w = self._pair
-        return _Block(self._graph, self._part, w, v, self._count)
+        return _Block(self._graph, self._part, w, v, self._state)
 
 
 class Blocks(Mapping[tuple[str, str], LinearOperator]):
@@ -107,8 +124,7 @@ class Blocks(Mapping[tuple[str, str], LinearOperator]):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise NodeError(f"blocks are named by two nodes, as in blocks[{self._nodes[0]!r}, {self._nodes[-1]!r}]")
         unknown = next(name for name in pair if name not in self._nodes)
-        near = get_close_matches(str(unknown), self._nodes)
-        hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"there are {', '.join(self._nodes)}"
+        hint = name_hint(str(unknown), self._nodes, f"there are {', '.join(self._nodes)}")
         raise NodeError(f"{unknown!r} is not among the nodes; {hint}")
 
     def __contains__(self, pair: object) -> bool:
@@ -119,6 +135,10 @@ class Blocks(Mapping[tuple[str, str], LinearOperator]):
 
     def __len__(self) -> int:
         return len(self._operators)
+
+    def _close(self) -> None:
+        for operator in self._operators.values():
+            operator._close()
 
 
 class NodeOperators:
@@ -159,6 +179,10 @@ class NodeOperators:
         self._check_output()
         return self._tensor
 
+    def _close(self) -> None:
+        for blocks in (self.hessian, *((self._gauss_newton, self._tensor) if self._graph.has_gauss_newton else ())):
+            blocks._close()
+
     def _check_output(self) -> None:
         if not self._graph.has_gauss_newton:
             raise InputError(f"H has no Gauss-Newton part here. {' '.join(self.notes)}")
@@ -175,7 +199,24 @@ def between_nodes(
 ) -> AbstractContextManager[NodeOperators]:
     """H[v, w], GN[v, w] and T[v, w] = H - GN between the outputs of layers, each as an operator.
 
-    Cost of a product with any of them: one Hessian-vector product. Arguments and isolation as in `curvmon.measure`.
+    Cost of a product with any of them: one Hessian-vector product (HVP). Where part of the loss bypasses the output, a
+    product with T takes two, one with H and one with GN. Isolation as in `curvmon.measure`.
+
+    Args:
+        model: any module; half precision is computed in float32.
+        batch: whatever `loss` takes.
+        loss: `loss(model, batch)` returns a scalar tensor.
+        nodes: submodule names or glob patterns; None chooses five to eight blocks.
+        output: name of the module whose output is the prediction, "" for the model itself. None: what enters a torch
+            loss function. Only GN and T need it.
+        batch_dim: the dimension that counts samples in the nodes' outputs.
+
+    Raises:
+        InputError: an argument makes no sense, or an operator is used after the context has ended.
+        NodeError: a name matches no module, or a module returns no activations.
+        LossError: the loss does not depend on the nodes.
+        DivergedError: the loss is not finite.
+        DoubleBackwardError: an operation between the nodes and the loss cannot be differentiated twice.
 
     Example:
         >>> import torch, curvmon
@@ -201,4 +242,8 @@ def _between_nodes(
     model: nn.Module, batch: Any, loss: Loss, nodes: Sequence[str] | None, output: str | None, batch_dim: int
 ) -> Iterator[NodeOperators]:
     with open_session(model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, dtype=None) as session:
-        yield NodeOperators(session.operator, session.names, session.notes)
+        operators = NodeOperators(session.operator, session.names, session.notes)
+        try:
+            yield operators
+        finally:
+            operators._close()

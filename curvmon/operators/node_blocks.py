@@ -26,7 +26,7 @@ from curvmon.numerics import check_finite, norm_squared, precise
 
 NEGLECTED = 0.05
 """GN is reported as long as no more than this share of the gradient bypasses the outputs."""
-LARGEST_BATCH, BATCHED_ENTRIES = 32, 2**16
+MAX_BATCH, BATCHED_ENTRIES = 32, 2**16
 """Products are batched by vmap while a node has no more entries than this for the whole batch (docs/cost.md)."""
 Columns = list[Tensor]
 """A product for every row v."""
@@ -78,10 +78,10 @@ class GraphOperator:
             for output, gradient in zip(graph.outputs, self._output_gradients)
         ]
         self._pullbacks = self._pulled_back()
-        self.bypassing = self._bypassing()
-        self.has_gauss_newton = self.bypassing < NEGLECTED
+        self.bypass_fraction = self._bypass_fraction()
+        self.has_gauss_newton = self.bypass_fraction < NEGLECTED
         eps = max(torch.finfo(tap.dtype).eps for tap in graph.taps)
-        self.splits = self.bypassing < 100 * eps and not bypassed(graph.loss, graph.taps, graph.output_taps)
+        self.splits = self.bypass_fraction < 100 * eps and not bypassed(graph.loss, graph.taps, graph.output_taps)
         """H = J^T S J + d(J^T c) holds exactly; otherwise part of the loss bypasses the outputs"""
         self._gradients: list[Tensor | None] | None = None
         # T is the derivative of the pullbacks; where they do not hold the whole loss, H that of the gradients
@@ -106,7 +106,7 @@ class GraphOperator:
             self._gradients = differentiate([self.graph.loss], self.graph.taps, create_graph=True)
         return self._gradients
 
-    def _bypassing(self) -> float:
+    def _bypass_fraction(self) -> float:
         """‖dL/de - J^T dL/d out‖ / ‖dL/de‖: the share of the gradient that does not pass through the outputs."""
         if all(gradient is None for gradient in self._output_gradients):
             return 1.0
@@ -184,7 +184,7 @@ class GraphOperator:
                 with warnings.catch_warnings():
                     # an operation without a batching rule would run in a slow loop under vmap
                     warnings.filterwarnings("error", message=".*batching rule.*")
-                    parts = [image(rows, True) for rows in torch.split(z.T, LARGEST_BATCH)]
+                    parts = [image(rows, True) for rows in torch.split(z.T, MAX_BATCH)]
                 return _side_by_side([[batch.flatten(1).T for batch in images] for images in parts])
             except (RuntimeError, Warning):
                 self._batches = False

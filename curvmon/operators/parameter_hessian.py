@@ -89,14 +89,13 @@ class ParameterOperator(SymmetricOperator):
     """H w.r.t. the parameters, of a loss or of the weighted sum of several; also its blocks, and GGN.
 
     Attributes:
-        names: of the parameters, in the order of a flat vector.
+        names: names of the parameters, in the order of a flat vector.
         originals: the user's parameters, of which the measured ones are copies.
         sizes: entries of every parameter.
-        loss: at the current parameters.
+        loss: the loss at the current parameters.
         gradient: dL/dθ, flat.
         has_ggn: the outputs that enter the loss were recognised, and nothing bypasses them.
         custom_functions: names of the custom autograd functions in the graph.
-        on_product: called with the number of HVPs after each of them.
     """
 
     def __init__(
@@ -105,8 +104,10 @@ class ParameterOperator(SymmetricOperator):
         parameters: Mapping[str, Tensor],
         originals: Sequence[Tensor],
         layered: Callable[[Mapping[str, Tensor]], Iterator[tuple[float, LayeredGraph]]],
-        notes: Sequence[str] = (),
+        notes: Sequence[str],
+        on_product: Callable[[int], None],
     ) -> None:
+        """`on_product` is called with the number of HVPs after each of them."""
         self.notes = notes
         self._losses = losses
         self._layered = layered
@@ -115,7 +116,7 @@ class ParameterOperator(SymmetricOperator):
         self._parameters = list(parameters.values())
         self.sizes = [parameter.numel() for parameter in self._parameters]
         super().__init__(sum(self.sizes), self._parameters[0])
-        self.on_product: Callable[[int], None] = lambda products: None
+        self._on_product = on_product
         self.loss, self.has_ggn, depends = 0.0, True, False
         self.gradient = self.template.new_zeros(self.size)
         functions: set[str] = set()
@@ -136,22 +137,29 @@ class ParameterOperator(SymmetricOperator):
         self.custom_functions = sorted(functions)
 
     def _columns(self, z: Tensor) -> Tensor:
-        return by_columns(self.hessian, z)
+        every = range(len(self._parameters))
+        return by_columns(lambda column: self._block(every, every, column), z)
 
     def hessian(self, z: Tensor) -> Tensor:
         """H z for one vector."""
-        every = range(len(self._parameters))
-        return self.block(every, every, z)
+        return self.matvec(z)
 
     def block(self, rows: Sequence[int], columns: Sequence[int], z: Tensor) -> Tensor:
         """H[rows, columns] z for a subset of the parameters, given by their indices."""
+        image = self._block(rows, columns, z)
+        self._spend(1)
+        return image
+
+    def _block(self, rows: Sequence[int], columns: Sequence[int], z: Tensor) -> Tensor:
         shaped = self._shaped(z, columns)
         return self._summed(lambda graph: graph.hessian(rows, columns, shaped))
 
     def ggn(self, z: Tensor) -> Tensor:
         """GGN z for one vector; only where `has_ggn`."""
         shaped = self._shaped(z, range(len(self._parameters)))
-        return self._summed(lambda graph: graph.ggn(shaped))
+        image = self._summed(lambda graph: graph.ggn(shaped))
+        self._spend(1)
+        return image
 
     def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
         """The weight of every batch, and its loss as a function of taps on the layers; only where `has_ggn`."""
@@ -176,8 +184,11 @@ class ParameterOperator(SymmetricOperator):
 
     def spend(self, products: int) -> None:
         """Count HVPs (or work of the same cost) that were computed elsewhere."""
-        self._count.total += products
-        self.on_product(products)
+        self._spend(products)
+
+    def _spend(self, hvps: int) -> None:
+        super()._spend(hvps)
+        self._on_product(hvps)
 
     def flat(self, values: Mapping[Tensor, Tensor], default: float) -> Tensor:
         """Values that belong to the user's parameters, as one flat vector."""
@@ -198,7 +209,6 @@ class ParameterOperator(SymmetricOperator):
             yield weight, graph
 
     def _summed(self, image: Callable[[_BatchGraph], Sequence[Tensor]]) -> Tensor:
-        self._count.total += 1
         total: Tensor | None = None
         for weight, graph in self._graphs():
             flat = torch.cat([tensor.reshape(-1).to(self.template) for tensor in image(graph)])
@@ -207,7 +217,6 @@ class ParameterOperator(SymmetricOperator):
             total = flat if total is None else total.add_(flat)
         assert total is not None
         check_finite([total])
-        self.on_product(1)
         return total
 
     def _shaped(self, z: Tensor, columns: Sequence[int]) -> list[Tensor]:
@@ -217,17 +226,20 @@ class ParameterOperator(SymmetricOperator):
 
 @contextmanager
 def open_parameters(
-    model: nn.Module, batches: Sequence[Any], *, loss: Loss, dtype: torch.dtype | None = None
+    model: nn.Module, batches: Sequence[Any], *, loss: Loss, on_product: Callable[[int], None] | None = None
 ) -> Iterator[ParameterOperator]:
-    """Yields the operator. When the context ends, with or without an error, the model is exactly as before."""
+    """Yields the operator. When the context ends, with or without an error, the model is exactly as before.
+
+    `on_product` is called with the number of HVPs after each of them.
+    """
     check_arguments(model, loss, None, None, 0)
     # while another thread measures the same model, its parameters do not require gradients
     with one_at_a_time:
-        yield from _opened(model, batches, loss, dtype)
+        yield from _opened(model, batches, loss, on_product or (lambda hvps: None))
 
 
 def _opened(
-    model: nn.Module, batches: Sequence[Any], loss: Loss, dtype: torch.dtype | None
+    model: nn.Module, batches: Sequence[Any], loss: Loss, on_product: Callable[[int], None]
 ) -> Iterator[ParameterOperator]:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
@@ -235,16 +247,16 @@ def _opened(
     odd = [name for name, parameter in trainable.items() if parameter.is_complex()]
     if odd:
         raise InputError(f"complex parameters ({', '.join(odd)}): use their real views, torch.view_as_real")
-    with isolated(model, loss, seed=NOISE_SEED, dtype=dtype) as isolation:
+    with isolated(model, loss, seed=NOISE_SEED, dtype=None) as isolation:
         copies = dict(model.named_parameters())
         parameters = {name: copies[name].requires_grad_() for name in trainable}
 
         def build(batch: Any) -> TappedGraph:
             def run() -> Tensor:
                 reseed(NOISE_SEED)
-                return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
+                return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, None))))
 
-            graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, dtype)
+            graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, None)
             if not torch.isfinite(graph.loss):
                 raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph
@@ -257,7 +269,7 @@ def _opened(
 
         shares = _shares(batches)
         losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
-        yield ParameterOperator(losses, parameters, list(trainable.values()), layered, isolation.notes)
+        yield ParameterOperator(losses, parameters, list(trainable.values()), layered, isolation.notes, on_product)
 
 
 def _by_layers(

@@ -1,4 +1,4 @@
-"""The protocol of every matrix that is known by its products alone.
+"""The protocol of public operators and solvers: a matrix that is known by its products alone.
 
     Y = A Z,   A is m x n and never stored, Z is n x k
 
@@ -18,11 +18,17 @@ from torch import Tensor
 from curvmon.errors import InputError
 
 
-class ProductCount:
-    """Shared by an operator and its transpose."""
+class OperatorState:
+    """Shared by an operator and its transpose.
+
+    Attributes:
+        hvps: number of HVPs so far.
+        is_open: False after the context of the operator has ended.
+    """
 
     def __init__(self) -> None:
-        self.total = 0
+        self.hvps = 0
+        self.is_open = True
 
 
 class LinearOperator(ABC):
@@ -30,19 +36,23 @@ class LinearOperator(ABC):
 
     Attributes:
         shape: (m, n).
-        dtype, device: of the vectors; arguments are converted.
-        products: columns multiplied so far, by A or its transpose.
+        dtype, device: dtype and device of the vectors; arguments are converted.
+        products: Hessian-vector products (HVPs) so far, with A or its transpose: one per column, and two where a column
+            takes one with H and one with GN.
     """
 
-    def __init__(self, shape: tuple[int, int], template: Tensor, count: ProductCount | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, int], template: Tensor, state: OperatorState | None = None, hvps_per_column: int = 1
+    ) -> None:
         self.shape = shape
         self.template = template.detach().new_zeros(())
         """a scalar with the dtype and the device of a vector"""
-        self._count = count or ProductCount()
+        self._state = state or OperatorState()
+        self._hvps_per_column = hvps_per_column
 
     @abstractmethod
     def _columns(self, z: Tensor) -> Tensor:
-        """A Z for z (n x k), counted."""
+        """A Z for z (n x k); `matmat` and `matvec` count it."""
 
     @property
     @abstractmethod
@@ -59,29 +69,49 @@ class LinearOperator(ABC):
 
     @property
     def products(self) -> int:
-        return self._count.total
+        return self._state.hvps
 
     def matmat(self, z: Tensor) -> Tensor:
         """A Z (m x k) for Z (n x k).
 
         Raises:
-            InputError: Z is not a matrix with n rows.
+            InputError: Z is not a matrix with n rows, or the context of the operator has ended.
         """
+        self._check_open()
         if z.ndim != 2 or len(z) != self.shape[1]:
             raise InputError(f"matmat takes shape ({self.shape[1]}, k), not {tuple(z.shape)}")
         if not z.shape[1]:
             return self.template.new_zeros((self.shape[0], 0))
-        return self._columns(z.detach().to(self.template))
+        return self._counted(z)
 
     def matvec(self, z: Tensor) -> Tensor:
         """A z (m entries) for z (n entries).
 
         Raises:
-            InputError: z is not a vector with n entries.
+            InputError: z is not a vector with n entries, or the context of the operator has ended.
         """
+        self._check_open()
         if z.shape != self.shape[1:]:
             raise InputError(f"matvec takes shape ({self.shape[1]},), not {tuple(z.shape)}")
-        return self._columns(z.detach().to(self.template).unsqueeze(1)).squeeze(1)
+        return self._counted(z.unsqueeze(1)).squeeze(1)
+
+    def _counted(self, z: Tensor) -> Tensor:
+        image = self._columns(z.detach().to(self.template))
+        self._spend(z.shape[1] * self._hvps_per_column)
+        return image
+
+    def _spend(self, hvps: int) -> None:
+        self._state.hvps += hvps
+
+    def _close(self) -> None:
+        self._state.is_open = False
+
+    def _check_open(self) -> None:
+        if not self._state.is_open:
+            raise InputError(
+                "the operator is closed: it is valid only within its `with` block, while the model is isolated; "
+                "compute the products there, or open it again"
+            )
 
     def as_linear_operator(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` with the same products, for `eigsh`, `svds`, `lobpcg`, `cg` ...
@@ -142,7 +172,6 @@ class SymmetricProduct(SymmetricOperator):
         self._product = product
 
     def _columns(self, z: Tensor) -> Tensor:
-        self._count.total += z.shape[1]
         return by_columns(self._product, z)
 
 

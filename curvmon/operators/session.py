@@ -95,7 +95,7 @@ def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) ->
     except RuntimeError as error:
         if not any(words in str(error) for words in ("does not require grad", "doesn't require grad")):
             raise
-        isolation.thaw()
+        isolation.require_gradients()
         return record_calls(model, run)
 
 
@@ -199,19 +199,19 @@ def _output_notes(operator: GraphOperator, output: str | None) -> list[str]:
     )
     if output is not None:
         advice = "write the other terms with torch loss functions and do not pass output"
-    if operator.bypassing == 1.0 and output is not None:
+    if operator.bypass_fraction == 1.0 and output is not None:
         return [f"gn_gap is NaN: the loss does not depend on the output of {output!r}"]
     if not operator.graph.outputs:
         return [
             "gn_gap is NaN: no torch loss function (F.cross_entropy, F.mse_loss, …) was seen between nodes and loss, "
             f"so the output of the network is unknown; {advice}"
         ]
-    share = f"{100 * operator.bypassing:.2g} % of the gradient does not pass through the output"
+    share = f"{100 * operator.bypass_fraction:.2g} % of the gradient does not pass through the output"
     where = f"{output!r}" if output is not None else f"the inputs of {', '.join(dict.fromkeys(operator.graph.losses))}"
     if not operator.has_gauss_newton:
         return [f"gn_gap is NaN: {share} ({where}): the loss has another term written by hand; {advice}"]
     notes = []
-    if operator.bypassing > 1e-3:
+    if operator.bypass_fraction > 1e-3:
         notes.append(f"gn_gap is approximate: {share} ({where}); its curvature counts as gap; {advice}")
     if operator.graph.unlinked:
         names = ", ".join(dict.fromkeys(operator.graph.unlinked))

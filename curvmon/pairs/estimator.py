@@ -21,13 +21,14 @@ from curvmon.errors import InputError
 from curvmon.numerics import gaussian, precise
 from curvmon.operators.node_blocks import BlockOperator
 from curvmon.pairs.gauss_newton import NO_FACTORS, GaussNewtonPart
-from curvmon.pairs.pair_metrics import Assembler, Matrices
+from curvmon.pairs.metric_estimates import Assembler
+from curvmon.pairs.pair_metrics import Matrices
 from curvmon.pairs.random_probes import RestSamples
 from curvmon.pairs.shared_basis import SharedBasis
 
 SMALL_NODE = 12
 """A node with at most this many entries is measured exactly: that costs no more than a basis and probes."""
-FEWEST_PROBES, FIRST_PROBES = 3, 5
+MIN_PROBES, FIRST_PROBES = 3, 5
 LANCZOS_STEPS = 6
 BASIS_SIZE = {1: 11, 2: 8}
 """Directions per node without `max_hvps`, for one HVP or two per column; more for a tolerance below 5 %."""
@@ -64,7 +65,7 @@ class PairEstimator:
         """nodes with a pair that needs products"""
         self._n = len(self._nodes)
         self._hvps_per_column = operator.hvps_per_column
-        least = part.hvps + (2 + FEWEST_PROBES) * self._n * self._hvps_per_column
+        least = part.hvps + (2 + MIN_PROBES) * self._n * self._hvps_per_column
         if raise_max_hvps and max_hvps is not None:
             max_hvps = max(max_hvps, least)
         if max_hvps is not None and max_hvps < least:
@@ -153,7 +154,7 @@ class PairEstimator:
             return self._part.hvps + size * self._n * self._hvps_per_column
         per_probe = len(self._open_nodes()) * self._hvps_per_column
         ceiling = max(self._limit // 2, self._limit - FIRST_PROBES * per_probe)
-        return min(ceiling, self._limit - FEWEST_PROBES * per_probe)
+        return min(ceiling, self._limit - MIN_PROBES * per_probe)
 
     def _open_nodes(self) -> list[int]:
         return [v for v in self._nodes if not self._basis.is_complete(v)]
@@ -161,7 +162,7 @@ class PairEstimator:
     def _probe_until_converged(self, assembler: Assembler) -> Estimate:
         open_nodes = self._open_nodes()
         first = max(
-            FEWEST_PROBES,
+            MIN_PROBES,
             min(FIRST_PROBES, (self._limit - self._spent) // max(1, self._hvps_per_column * len(open_nodes))),
         )
         wanted = {v: first for v in open_nodes}

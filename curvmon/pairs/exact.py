@@ -14,10 +14,10 @@ from curvmon.errors import InputError
 from curvmon.numerics import norm_squared
 from curvmon.operators.finite_difference_check import check_custom_functions
 from curvmon.operators.session import Loss, open_session
-from curvmon.pairs.pair_metrics import Matrices, Norms, pair_metrics
+from curvmon.pairs.pair_metrics import Matrices, Norms, metrics_of_norms
 from curvmon.records import METRICS, ExactMeasurement
 
-MOST_BYTES = 2 * 2**30
+MAX_BYTES = 2 * 2**30
 """Largest total size of all blocks."""
 
 
@@ -32,11 +32,16 @@ def exact(
 ) -> ExactMeasurement:
     """All blocks H[v, w] and GN[v, w], dense and in float64, and the metrics they give.
 
-    Cost: one product with H and one with GN per entry of every node, and 24 (Σ d_v)² bytes. The model is computed in
-    float64 and is exactly as before afterwards. Arguments as in `measure`.
+    Cost: one product with H and one with GN per entry of every node, and 16 (Σ d_v)² bytes (8 (Σ d_v)² where GN is not
+    known). The model is computed in float64 and is exactly as before afterwards. Arguments as in `measure`.
 
     Raises:
-        InputError: the blocks take more than 2 GiB.
+        InputError: an argument makes no sense, or the blocks take more than 2 GiB.
+        NodeError: a name matches no module, or a module returns no activations.
+        LossError: the loss does not depend on the nodes, or is not a scalar tensor.
+        DivergedError: the loss is not finite.
+        NonFiniteError: an HVP is not finite although the loss is.
+        DoubleBackwardError: an operation between the nodes and the loss cannot be differentiated twice.
 
     Example:
         >>> import torch, curvmon
@@ -54,7 +59,7 @@ def exact(
         checked = check_custom_functions(session)
         sizes = [template.numel() for template in operator.templates]
         needed = 8 * sum(sizes) ** 2 * (1 + operator.has_gauss_newton)
-        if needed > MOST_BYTES:
+        if needed > MAX_BYTES:
             raise InputError(
                 f"the dense blocks of {', '.join(f'{n} ({d})' for n, d in zip(names, sizes))} take "
                 f"{needed / 2**30:.1f} GiB; choose smaller nodes, or use curvmon.measure"
@@ -75,7 +80,7 @@ def exact(
         loss=session.loss,
         hvps=sum(sizes) * (2 if gauss_newton else 1),
         seconds=time.perf_counter() - start,
-        notes=(*session.notes, *checked, *matrices.notes(), *_symmetry_notes(names, blocks)),
+        notes=(*session.notes, *checked, *matrices.notes(), *_symmetry_notes(blocks)),
         operations={},
         blocks=blocks,
         gauss_newton=gauss_newton,
@@ -91,13 +96,13 @@ def _matrices(
     for v, row in enumerate(names):
         for w in range(v, len(names)):
             norms = _norms(blocks[row, names[w]], gauss_newton.get((row, names[w])))
-            matrices.put_metrics(v, w, pair_metrics(norms, own[v], own[w], eps, diagonal=v == w), norms)
+            matrices.put_metrics(v, w, metrics_of_norms(norms, own[v], own[w], eps, diagonal=v == w), norms)
             for metric in METRICS:
                 matrices.put_error(metric, v, w, 0.0)
     return matrices
 
 
-def _symmetry_notes(names: tuple[str, ...], blocks: dict[tuple[str, str], Tensor]) -> list[str]:
+def _symmetry_notes(blocks: dict[tuple[str, str], Tensor]) -> list[str]:
     """H[v, w] = H[w, v]^T to the last digits, unless the model drops to float32 inside or a derivative is wrong."""
     worst = 0.0
     for row, col in blocks:

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from curvmon.graph.autograd import product
-from curvmon.graph.loss_curvature import Layout, dense_factor, sketch
+from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
 from curvmon.numerics import gaussian, norm_squared, precise, precise_dtype
 from curvmon.operators.node_blocks import BlockOperator, Columns, GraphOperator
 from curvmon.pairs.gauss_newton_factors import Cotangents, FactoredOperator, Factors, build
 
-MOST_COLUMNS = 24
-"""Largest number of outputs per sample for exact factors: one backward pass each."""
-FIRST_SKETCHES, MOST_SKETCHES = 4, 64
-MOST_UNITS = 2048
+FIRST_SKETCHES, MAX_SKETCHES = 4, 64
+MAX_UNITS = 2048
 """Largest number of columns times samples: the size of the Gram matrices."""
 AGREEMENT = 1e-3
 """Relative tolerance for factors against an HVP; rounding is about 1e-5, interacting samples give errors of order 1."""
@@ -63,7 +61,7 @@ def gauss_newton_part(
     if not operator.splits or counts or not layout.fits:
         return NO_FACTORS
     probes = [gaussian(template, 1, generator) for template in operator.templates]
-    few = layout.width <= MOST_COLUMNS and layout.width * layout.samples <= MOST_UNITS
+    few = layout.width <= MAX_COLUMNS and layout.width * layout.samples <= MAX_UNITS
     source = _exact(operator, layout) if few else _sketched(operator, layout, generator)
     if source is None:
         what = "the loss has no factor that its precision resolves, or samples interact in it"
@@ -90,8 +88,8 @@ def gauss_newton_part(
     if not factors.is_exact and len(linear_nodes) == len(graph.nodes):
         # H = GN everywhere: the error of the sketch is that of all metrics
         wanted = min(
-            MOST_SKETCHES,
-            MOST_UNITS // layout.samples,
+            MAX_SKETCHES,
+            MAX_UNITS // layout.samples,
             math.ceil(source.columns * (factors.relative_error() / (rtol / 2)) ** 2),
         )
         if wanted > source.columns:
@@ -110,7 +108,7 @@ def _exact(operator: GraphOperator, layout: Layout) -> Cotangents | None:
 
 
 def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generator) -> Cotangents | None:
-    if layout.samples * FIRST_SKETCHES > MOST_UNITS:
+    if layout.samples * FIRST_SKETCHES > MAX_UNITS:
         return None
     random_factor = sketch(layout, operator.graph.outputs, operator.output_curvature)
     if random_factor is None:
@@ -125,14 +123,8 @@ def _sketched(operator: GraphOperator, layout: Layout, generator: torch.Generato
 
 
 def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Cotangents, factors: Factors) -> bool:
-    """Whether J^T (ω c) = ω J^T c for weights ω of the samples.
-
-    The weights are powers of two: without interaction, the two sides are equal to the last bit.
-    """
-    graph = operator.graph
-    generator = torch.Generator("cpu").manual_seed(0)
-    powers = torch.randperm(layout.samples, generator=generator, device="cpu") % 9 - 4
-    weights = 2.0**powers
+    """Whether J^T (ω c) = ω J^T c for weights ω of the samples."""
+    graph, weights = operator.graph, sample_weights(layout.samples)
 
     def pulled_back(rows: Tensor) -> list[Tensor]:
         gradients = product(graph.outputs, graph.sample_taps, layout.tensors(rows))

@@ -26,7 +26,7 @@ from curvmon.numerics import precise, small_sample_factor
 from curvmon.operators.node_blocks import Columns, GraphOperator, Products
 from curvmon.pairs.singular_values import RightFactors, leading_pairs
 
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 """Largest size of the factors of all nodes. If it is exceeded, nodes are taken in groups, and only norms are kept."""
 CHUNK = 2**13
 """entries of a node that enter a Gram matrix at a time"""
@@ -192,8 +192,8 @@ class Factors:
         total = spread.sum().item()
         if total == 0:
             return 0.0
-        freedom = (self._columns - 1) * total**2 / spread.square().sum().item()
-        return 2 * math.sqrt(self._columns * total) * small_sample_factor(int(freedom))
+        degrees_of_freedom = (self._columns - 1) * total**2 / spread.square().sum().item()
+        return 2 * math.sqrt(self._columns * total) * small_sample_factor(int(degrees_of_freedom))
 
     def relative_error(self) -> float:
         """Largest standard error of any ‖GN[v, w]‖_F, relative to it."""
@@ -257,7 +257,7 @@ def build(
 ) -> tuple[Factors, list[Tensor]]:
     """Factors of all nodes by one backward pass per column, and F_v^T z_v for a probe z_v at every node.
 
-    Where all factors do not fit into `MOST_BYTES`, nodes are taken in groups, the last ones first: a backward pass goes
+    Where all factors do not fit into `MAX_BYTES`, nodes are taken in groups, the last ones first: a backward pass goes
     no further back than the first node of its group.
     """
     nodes = range(len(graph.taps))
@@ -279,13 +279,13 @@ def build(
 
 
 def _groups(sizes: list[int]) -> list[list[int]]:
-    """Consecutive indices whose sizes add up to at most `MOST_BYTES`, the last ones first."""
+    """Consecutive indices whose sizes add up to at most `MAX_BYTES`, the last ones first."""
     groups: list[list[int]] = [[]]
-    free = MOST_BYTES
+    free = MAX_BYTES
     for v in reversed(range(len(sizes))):
         if groups[-1] and sizes[v] > free:
             groups.append([])
-            free = MOST_BYTES
+            free = MAX_BYTES
         groups[-1].insert(0, v)
         free -= sizes[v]
     return groups

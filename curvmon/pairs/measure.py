@@ -17,7 +17,7 @@ from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
 from curvmon.pairs.estimator import PairEstimator
 from curvmon.pairs.gauss_newton import gauss_newton_part, with_factors
-from curvmon.records import REST, Measurement
+from curvmon.records import AFTER_LAST_NODE, Measurement
 
 
 def measure(
@@ -55,7 +55,15 @@ def measure(
             rtol, below rtol². Where that of D is not below twice as much, a note says so.
         max_hvps: stop before this many HVPs, products with the Gauss-Newton part included. The backward passes for the
             Gauss-Newton factors are not counted; `notes` has their number.
-        seed: of the probes; the same seed gives the same numbers. The model's own noise is always the same.
+        seed: seed of the probes; the same seed gives the same numbers. The model's own noise is always the same.
+
+    Raises:
+        InputError: an argument makes no sense, or `max_hvps` is too small.
+        NodeError: a name matches no module, or a module returns no activations.
+        LossError: the loss does not depend on the nodes, or is not a scalar tensor.
+        DivergedError: the loss is not finite.
+        NonFiniteError: an HVP is not finite although the loss is.
+        DoubleBackwardError: an operation between the nodes and the loss cannot be differentiated twice.
 
     Example:
         >>> import torch, curvmon
@@ -108,7 +116,7 @@ def run_measurement(
         # a different stream from that of the model's own random numbers, which are seeded as well
         generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
         graph = session.operator.graph
-        counted = operations([*graph.tapped, graph.loss])
+        counted = operations([*graph.tapped, graph.loss], taps=[*graph.sample_taps, *graph.output_taps])
         del graph
         part = gauss_newton_part(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
         operator = with_factors(session.operator, part)
@@ -135,7 +143,7 @@ def run_measurement(
         hvps=estimate.hvps,
         seconds=time.perf_counter() - start,
         notes=(*notes, *matrices.notes(), *estimate.notes),
-        operations={name: dict(count) for name, count in zip((*names, REST), counted)},
+        operations={name: dict(count) for name, count in zip((*names, AFTER_LAST_NODE), counted)},
     )
 
 

@@ -154,8 +154,8 @@ class RestSamples:
         if overall == 0 or math.isinf(overall):
             return overall
         # degrees of freedom of a sum of variances that are estimated from few probes each (Welch-Satterthwaite)
-        freedom = 1 / sum((s / overall) ** 2 / (self.count(at) - 1) for at, s in variances.items() if s)
-        return math.sqrt(overall) * small_sample_factor(int(freedom))
+        degrees_of_freedom = 1 / sum((s / overall) ** 2 / (self.count(at) - 1) for at, s in variances.items() if s)
+        return math.sqrt(overall) * small_sample_factor(int(degrees_of_freedom))
 
     def _variance(self, at: int, matrices: Sequence[Tensor], size: float) -> float:
         """Variance of the mean of the diagonals of `matrices`; `size` is that mean (of the terms' absolute values).

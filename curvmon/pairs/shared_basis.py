@@ -33,7 +33,7 @@ class RitzValue(NamedTuple):
     """
 
     value: float
-    """relative to the largest"""
+    """the singular value, relative to the largest one"""
     outside: float
     """½(ε_v² + ε_w²)"""
     row_residual: Tensor
@@ -63,7 +63,7 @@ class SpectralNorm(NamedTuple):
         biases = [_bias(ritz, rest) for ritz in self.ritz]
         values = [ritz.value * (1 + bias * (1 - ritz.outside) ** 2) for ritz, bias in zip(self.ritz, biases)]
         best, errors = max(values), []
-        # another Ritz value may be the largest in truth: its error counts as far as it exceeds the best
+        # another Ritz value may actually be the largest: its error counts as far as it exceeds the best
         for i, (ritz, bias, value) in enumerate(zip(self.ritz, biases, values)):
             mixed = residual = math.sqrt(2 * ritz.outside) * high
             gap = 1 - self.ritz[1].value if i == 0 and len(self.ritz) > 1 else 0.0

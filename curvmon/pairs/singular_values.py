@@ -14,7 +14,7 @@ from curvmon.numerics import gaussian
 
 TOLERANCE = 1e-4
 """Relative residual of a converged vector. The error of its singular value is the square of that."""
-MOST_STEPS = 12
+MAX_STEPS = 12
 SMALL = 64
 """Up to this size, a full decomposition is as fast."""
 
@@ -66,7 +66,7 @@ def _iterate(gram: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     random = gaussian(others.new_zeros(columns), 4, torch.Generator("cpu").manual_seed(0)) / math.sqrt(columns)
     blocks = torch.cat([torch.eye(columns, 8, dtype=others.dtype, device=others.device), random], dim=1)
     blocks = torch.linalg.qr(blocks).Q
-    for step in range(MOST_STEPS + 1):
+    for step in range(MAX_STEPS + 1):
         images = others @ blocks
         curved = gram @ images
         back = others.mT @ curved

@@ -1,12 +1,20 @@
 """The records that curvmon returns. Frozen: a result never changes after it was measured."""
 
 from curvmon.records.events import Alert, Level, Snapshot
-from curvmon.records.measurement import METRICS, REST, ExactMeasurement, Measurement, Metric, Pair, mean_by_distance
+from curvmon.records.measurement import (
+    AFTER_LAST_NODE,
+    METRICS,
+    ExactMeasurement,
+    Measurement,
+    Metric,
+    Pair,
+    mean_by_distance,
+)
 from curvmon.records.spectrum import Density, GroupSpectrum, Spectrum
 
 __all__ = [
+    "AFTER_LAST_NODE",
     "METRICS",
-    "REST",
     "Alert",
     "Density",
     "ExactMeasurement",

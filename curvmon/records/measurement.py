@@ -15,8 +15,8 @@ from curvmon.records.formatting import to_matrix, with_error
 Metric = Literal["resonance", "coupling", "stable_rank", "gn_gap"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 """the pair metrics that are fields of a `Measurement`; `curvmon.metrics` may have more, derived from them"""
-REST = "loss"
-"""key of `Measurement.operations` for what is computed after the last node"""
+AFTER_LAST_NODE = "<loss>"
+"""key of `Measurement.operations` for what is computed after the last node; no module has this name"""
 
 
 class Pair(NamedTuple):
@@ -50,6 +50,9 @@ class Measurement:
         stable_rank  D = ‖H[v, w]‖_F² / ‖H[v, w]‖_2²
         gn_gap         = ‖H[v, w] - GN[v, w]‖_F / ‖GN[v, w]‖_F,  GN the Gauss-Newton part
 
+    as defined by Bolshim and Kugaevskikh, "Inter-Layer Hessian Analysis of Neural Networks with DAG Architectures",
+    doi:10.5281/zenodo.19545553.
+
     All matrices are (n, n) float64 CPU tensors in the order of `nodes` (execution order) and symmetric.
     `stderr[metric]` has the standard error of every entry, such that value ± 1.96 stderr is a 95 % interval.
     An entry that is not defined is NaN, a ratio by zero is infinite, and `notes` says why.
@@ -63,12 +66,12 @@ class Measurement:
         stderr: standard errors by metric.
         spectral_norm: ‖H[v, w]‖_2.
         gn_norm: ‖GN[v, w]‖_F; NaN where the output of the network is not identified.
-        loss: of the batch, in eval mode.
+        loss: the loss of the batch, in eval mode.
         hvps: products with H or GN that were computed.
         seconds: wall-clock time.
         notes: what a reader of the numbers has to know.
-        operations: by node, the operations computed between the preceding nodes and its output,
-            {"blocks.1": {"Relu": 2, "Add": 1}, …}; those after the last node under "loss". Not in `to_dict`, to keep
+        operations: the operations of the model between the preceding nodes and the output of each node,
+            {"blocks.1": {"Relu": 2, "Add": 1}, …}; those after the last node under "<loss>". Not in `to_dict`, to keep
             histories small; empty where not counted.
     """
 
@@ -106,9 +109,9 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Measurement:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`; what that omits (operations, dense blocks) is empty."""
         matrices = (*METRICS, "spectral_norm", "gn_norm")
-        return Measurement(
+        return cls(
             nodes=tuple(state["nodes"]),
             **{name: to_matrix(state[name]) for name in matrices},
             stderr={name: to_matrix(value) for name, value in state["stderr"].items()},

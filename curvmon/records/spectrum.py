@@ -69,7 +69,7 @@ class GroupSpectrum:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> GroupSpectrum:
-        return GroupSpectrum(
+        return cls(
             smallest=state["smallest"],
             verified=state["verified"],
             size=state["size"],
@@ -92,19 +92,19 @@ class Spectrum:
         smallest: the smallest one.
         residuals: ‖Hv - λv‖ for each of `eigenvalues`.
         converged: whether each residual is below the tolerance.
-        smallest_converged: the same for `smallest`.
+        smallest_converged: whether the residual of `smallest` is below the tolerance.
         eigenvectors: unit columns for `eigenvalues`, (d, k), on the device of the parameters.
         ggn_eigenvalue: the largest one of the Gauss-Newton matrix J^T S J; NaN where the output of the network is not
             identified.
         ggn_error: |λ_1 - ggn_eigenvalue| / λ_1.
         trace: tr H.
         trace_stderr: its standard error.
-        density: of the eigenvalues, if requested.
+        density: the density of the eigenvalues, if requested.
         stability_limit: largest stable sharpness of the optimizer; NaN without an optimizer or a formula for it.
         stability_ratio: λ_1 / stability_limit, λ_1 of the preconditioned Hessian where the optimizer has a
             preconditioner; above one, steps overshoot.
         parameters: names, in the order of the entries of θ.
-        loss: of the batch.
+        loss: the loss of the batch.
         hvps: products with H or its Gauss-Newton part that were computed.
         seconds: wall-clock time.
         notes: what a reader of the numbers has to know.
@@ -150,7 +150,7 @@ class Spectrum:
         fields = {name: value for name, value in state.items() if name not in tensors}
         fields["parameters"], fields["notes"] = tuple(state["parameters"]), tuple(state["notes"])
         fields["groups"] = {name: GroupSpectrum.from_dict(group) for name, group in state["groups"].items()}
-        return Spectrum(
+        return cls(
             **fields,
             eigenvalues=to_matrix(state["eigenvalues"]),
             residuals=to_matrix(state["residuals"]),

@@ -19,7 +19,7 @@ TRACE_PROBES = 10
 FEW_DIMENSIONS = 2**16
 DENSITY_RUNS, DENSITY_STEPS = 4, 20
 FLOOR = 1e-4
-"""of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
+"""share of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
 MIN_VERIFICATION_STEPS = 8
 """products of another start before it may count as having no further eigenvalue"""
 

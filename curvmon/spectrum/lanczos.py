@@ -31,8 +31,8 @@ class RitzPairs(NamedTuple):
 
     Attributes:
         values: float64, on the CPU.
-        residuals: of every value; an eigenvalue of the operator lies within that distance.
-        coefficients: of the Ritz vectors w.r.t. the basis, one column per value.
+        residuals: residual of every value; an eigenvalue of the operator lies within that distance.
+        coefficients: coefficients of the Ritz vectors w.r.t. the basis, one column per value.
     """
 
     values: Tensor

@@ -7,7 +7,6 @@ with H w.r.t. the parameters of all groups: the share of curvature that a block-
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvmon.errors import InputError
-from curvmon.graph.nodes import clean_name, matches
+from curvmon.graph.nodes import clean_name, matches, name_hint
 from curvmon.numerics import gaussian, precise, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.operators.protocol import SymmetricProduct
@@ -74,9 +73,7 @@ def _matches(members_of: Mapping[str, list[int]], pattern: str) -> list[str]:
     pattern = clean_name(pattern)
     names = [name for name in members_of if name == pattern or matches(name, pattern)]
     if not names:
-        near = difflib.get_close_matches(pattern, members_of, n=5, cutoff=0.4)
-        first = ", ".join(list(members_of)[:12])
-        hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"the model has {first}"
+        hint = name_hint(pattern, members_of, f"the model has {', '.join(list(members_of)[:12])}")
         raise InputError(f"group {pattern!r} has no parameter that requires gradients; {hint}")
     return names
 

@@ -22,7 +22,7 @@ from curvmon.spectrum.stability_limit import stability_limit
 from curvmon.spectrum.trace import LayerwiseError, TraceAndStart, layerwise_trace
 
 SYMMETRIC = 1e-3
-"""relative; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
+"""relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
 
 
 def spectrum(
@@ -71,7 +71,7 @@ def spectrum(
         density: also the distribution of all eigenvalues, by stochastic Lanczos quadrature: 80 HVPs more.
         start: warm start: an earlier result for the same parameters, whose eigenvectors are used, or a flat vector. By
             default the estimate of `trace`, or the gradient.
-        seed: for the random vectors of the search and of the trace.
+        seed: seed for the random vectors of the search and of the trace.
         optimizer: compare λ_1 with its largest stable sharpness, see `stability_limit`. Adaptive optimizers cost some
             HVPs more, for the eigenvalue of the preconditioned Hessian.
         groups: names or patterns of modules or parameters (["stem", "layer*"]), or a mapping from group names to such:
@@ -89,6 +89,7 @@ def spectrum(
         InputError: if an argument makes no sense.
         LossError: if the loss does not depend on the parameters, or is not deterministic.
         DivergedError: if the loss is not finite.
+        DoubleBackwardError: if an operation of the loss cannot be differentiated twice.
         NonFiniteError: if an HVP is not finite although the loss is.
 
     Example:
@@ -106,11 +107,9 @@ def spectrum(
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
     notes: list[str] = []
-    with open_parameters(model, [batch, *more_batches], loss=loss) as operator:
+    with open_parameters(model, [batch, *more_batches], loss=loss, on_product=on_product) as operator:
         notes.extend(operator.notes)
         members = {} if groups is None else resolve_groups(operator.names, groups)
-        if on_product is not None:
-            operator.on_product = on_product
         generator = torch.Generator("cpu").manual_seed(seed)
         search = EigenvalueSearch(operator, k, rtol, max_hvps, generator, smallest)
         estimate: TraceAndStart | None = None

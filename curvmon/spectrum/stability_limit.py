@@ -35,8 +35,8 @@ class StabilityLimit:
     Attributes:
         limit: the largest stable eigenvalue; NaN if no limit is known.
         reason: the formula, or why there is none.
-        preconditioner: for each parameter that the optimizer updates, the diagonal of P in its shape.
-        decay: for each parameter with weight decay, what that adds to the diagonal of H.
+        preconditioner: the diagonal of P for each parameter that the optimizer updates, in its shape.
+        decay: what weight decay adds to the diagonal of H, for each parameter that has it.
     """
 
     limit: float
@@ -131,7 +131,10 @@ def _sgd(group: Mapping[str, Any]) -> tuple[float, str]:
         return 2.0, "2 / lr"
     if damped < 0:
         # one root of z² - (1 + β - lr (1 - dampening) λ) z + β is above one for every λ > 0
-        return math.nan, "no limit is known for a dampening above one: momentum ascends"
+        return (
+            math.nan,
+            "no limit is known for a dampening above one: the momentum term reverses the sign of the gradient",
+        )
     if group["nesterov"]:
         return 2 * (1 + beta) / (1 + 2 * beta), "2 (1 + β) / ((1 + 2β) lr), Nesterov momentum"
     return 2 * (1 + beta) / damped if damped else math.inf, "2 (1 + β) / lr, momentum"

@@ -21,17 +21,26 @@ from torch import Tensor
 
 from curvmon.graph.autograd import differentiate, product
 from curvmon.graph.linear_layers import LayeredGraph
-from curvmon.graph.loss_curvature import Layout, dense_factor, sketch
+from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
 from curvmon.numerics import gaussian, norm, norm_squared, precise, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
-from curvmon.spectrum.initial_block import GradientSketches, joined, sketcher_for, start_cotangents
+from curvmon.spectrum.starting_vector import GradientSketches, joined, sketcher_for, start_cotangents
 
 TOLERANCE = 1e-4
-"""relative; rounding is 1e-6, and a missing path contributes as much as any other"""
+"""relative tolerance; rounding is 1e-6, and a missing path contributes as much as any other"""
 
 
 class LayerCheck:
-    """Accumulates the right side while the layered graphs are in use, then compares it with the left side."""
+    """Checks that the layers of a network, differentiated one by one, give the gradient of the whole network.
+
+        J^T c = Σ_layers A(x)^T (d<c, out>/df)        c: one random cotangent; f = A(x) θ: the output of a layer
+
+    The left side is computed w.r.t. the parameters, the right side w.r.t. taps on the layers. They differ if a
+    parameter is used outside its layer (a gradient penalty uses the weights again, in the backward pass of the
+    network), or if the model computes something else in every forward pass. Cost: one backward pass for each side.
+
+    The right side is accumulated while the layered graphs are in use, then compared with the left side.
+    """
 
     def __init__(self, operator: ParameterOperator) -> None:
         self._operator = operator
@@ -65,8 +74,6 @@ class LayerCheck:
         return self._operator.gathered(pairs)
 
 
-MOST_COLUMNS = 24
-"""outputs per sample up to which tr GGN is exact: one backward pass each"""
 SKETCHES = 10
 PROBES = 10
 CHECKS = 4
@@ -83,7 +90,7 @@ class TraceEstimate(NamedTuple):
         value: the estimate.
         stderr: its standard error.
         products: its cost in Hessian-vector products.
-        sketches: of the per-sample gradients on the way, if asked for and if every sample has its own gradient.
+        sketches: sketches of the per-sample gradients, if requested and if every sample has its own gradient.
     """
 
     value: float
@@ -93,11 +100,10 @@ class TraceEstimate(NamedTuple):
 
 
 class TraceAndStart(NamedTuple):
-    """tr H with its standard error, its cost in products, and a starting vector for the eigenvalue search, or None."""
+    """tr H with its standard error, and a starting vector for the eigenvalue search, or None."""
 
     value: float
     stderr: float
-    products: int
     start: Tensor | None
 
 
@@ -133,9 +139,9 @@ def layerwise_trace(operator: ParameterOperator, generator: torch.Generator, k: 
         )
     cotangents = None if estimate.sketches is None else start_cotangents(estimate.sketches, k)
     if cotangents is None:
-        return TraceAndStart(estimate.value, estimate.stderr, estimate.products, None)
+        return TraceAndStart(estimate.value, estimate.stderr, None)
     operator.spend(1)  # one backward pass and the sketches: less than a product
-    return TraceAndStart(estimate.value, estimate.stderr, estimate.products + 1, operator.pullback(cotangents))
+    return TraceAndStart(estimate.value, estimate.stderr, operator.pullback(cotangents))
 
 
 def trace_of_parts(
@@ -175,7 +181,7 @@ def gauss_newton_trace(
     def loss_curvature(tangents: Sequence[Tensor]) -> list[Tensor]:
         return product(slopes, graph.output_taps, tangents)
 
-    factor = dense_factor(layout, loss_curvature, graph.outputs[0].detach()) if layout.width <= MOST_COLUMNS else None
+    factor = dense_factor(layout, loss_curvature, graph.outputs[0].detach()) if layout.width <= MAX_COLUMNS else None
     if factor is not None:
         separable = _separable_layers(layered, layout, layout.tensors(_combined(factor.columns)))
         if len(separable) == len(layered.layers) and not layered.rest:
@@ -246,8 +252,7 @@ def _combined(columns: Tensor) -> Tensor:
 
 def _separable_layers(layered: LayeredGraph, layout: Layout, column: list[Tensor]) -> list[int]:
     """The layers in which samples do not interact: weights on the samples become weights on the gradient's rows."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    weights = 2.0 ** (torch.randperm(layout.samples, generator=generator, device="cpu") % 9 - 4)
+    weights = sample_weights(layout.samples)
     rows = layout.rows(column)
     taps = [layer.tap for layer in layered.layers]
     plain = product(layered.graph.outputs, taps, column)

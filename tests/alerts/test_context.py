@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import curvmon
 from curvmon.alerts.context import Cause, Context, ContextTracker, Source, context_values
 from curvmon.alerts.manager import AlertManager
+from curvmon.records import AFTER_LAST_NODE
 from tests.helpers.synthetic_snapshots import NODES, snapshot
 
 
@@ -94,12 +95,18 @@ def test_operations_are_counted_where_they_are() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(Block(), Block(), Block(), nn.Linear(4, 2))
     before = measured(net).operations
-    assert list(before) == ["0", "1", "2", "loss"]
+    assert list(before) == ["0", "1", "2", AFTER_LAST_NODE]
     assert before["1"] == before["2"] and before["1"]["Silu"] == 1
-    assert before["loss"]["NllLoss"] == 1 and before["loss"]["LogSoftmax"] == 1
+    rest = before[AFTER_LAST_NODE]
+    assert rest["NllLoss"] == 1 and rest["LogSoftmax"] == 1
     net[1].skip = False
     cut = measured(net).operations
-    assert {node: cut[node] == before[node] for node in before} == {"0": True, "1": False, "2": True, "loss": True}
+    assert {node: cut[node] == before[node] for node in before} == {
+        "0": True,
+        "1": False,
+        "2": True,
+        AFTER_LAST_NODE: True,
+    }
     net[1].skip, net[2].activation = True, nn.Tanh()
     contexts = [Context({}, before)] * 5 + [Context({}, measured(net).operations)] * 2
     causes = causes_of(contexts)

@@ -22,6 +22,8 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import curvmon
+from curvmon.isolation import model_state
+from curvmon.operators import parameter_hessian
 from tests.helpers.time_limits import PATIENCE
 
 Batch = tuple[Tensor, Tensor]
@@ -375,23 +377,47 @@ def exact_resonance(model: nn.Module, batch: Batch, loss: Callable[..., Tensor])
     return curvmon.exact(model, batch, loss=loss, nodes=["0"]).resonance.item()
 
 
+class ObservedLock:
+    """A lock that sets an event before a thread has to wait for it."""
+
+    def __init__(self, lock: Any, blocked: threading.Event) -> None:
+        self._lock = lock
+        self._event = blocked
+        self.blocked = False
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.blocked = True
+            self._event.set()
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("number", [sharpness, resonance, exact_resonance])
 @pytest.mark.slow
-def test_second_thread_waits_for_first(number: Callable[..., float], shared: bool, batch: Batch) -> None:
-    """A waits for B to start, B for A to end. If they overlapped, B would restore the replacements of A."""
-    first_inside, second_inside, first_left, met, waited = (threading.Event() for _ in range(5))
+def test_second_thread_waits_for_first(
+    number: Callable[..., float], shared: bool, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A waits until B is blocked or inside, B for A to end. If they overlapped, B would restore what A replaced."""
+    first_inside, second_inside, second_stopped, first_left, met = (threading.Event() for _ in range(5))
+    lock = ObservedLock(model_state.one_at_a_time, second_stopped)
+    for module in (model_state, parameter_hessian):
+        monkeypatch.setattr(module, "one_at_a_time", lock)
 
     def first_loss(model: nn.Module, batch: Batch) -> Tensor:
-        first_inside.set()
-        if not waited.is_set():
-            waited.set()
-            if second_inside.wait(1):
+        if not first_inside.is_set():
+            first_inside.set()
+            assert second_stopped.wait(PATIENCE)
+            if second_inside.is_set():
                 met.set()
         return plain_loss(model, batch)
 
     def second_loss(model: nn.Module, batch: Batch) -> Tensor:
         second_inside.set()
+        second_stopped.set()
         first_left.wait(PATIENCE)
         return plain_loss(model, batch)
 
@@ -401,8 +427,10 @@ def test_second_thread_waits_for_first(number: Callable[..., float], shared: boo
     result: dict[str, float] = {}
 
     def first() -> None:
-        result["first"] = number(one, batch, first_loss)
-        first_left.set()
+        try:
+            result["first"] = number(one, batch, first_loss)
+        finally:
+            first_left.set()
 
     def second() -> None:
         first_inside.wait(PATIENCE)
@@ -411,7 +439,7 @@ def test_second_thread_waits_for_first(number: Callable[..., float], shared: boo
     before = process()
     assert_ends(in_thread(first), in_thread(second))
     assert same(before, process())
-    assert not met.is_set() and second_inside.is_set()
+    assert lock.blocked and not met.is_set() and second_inside.is_set()
     assert (result["first"], result["second"]) == alone
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert one(batch[0]).dtype == torch.bfloat16

@@ -66,7 +66,7 @@ def close(one: Tensor, other: Tensor) -> bool:
     return bool(torch.linalg.norm(one - other) <= 1e-10 * torch.linalg.norm(other) + 1e-16)
 
 
-def check_products(operator: LinearOperator, dense: Tensor) -> None:
+def check_products(operator: LinearOperator, dense: Tensor, hvps_per_column: int = 1) -> None:
     """Columns, single vectors, the transpose and the inner product <u, A z> = <A^T u, z>; then their count."""
     assert operator.shape == tuple(dense.shape) and operator.T.shape == tuple(dense.T.shape)
     rows, columns = operator.shape
@@ -77,8 +77,8 @@ def check_products(operator: LinearOperator, dense: Tensor) -> None:
     assert u[:, 0].dot(operator.matvec(z[:, 0])).item() == pytest.approx(
         operator.T.matvec(u[:, 0]).dot(z[:, 0]).item(), rel=1e-9, abs=1e-15
     )
-    assert operator.products == operator.T.products == 3 + 1 + 2 + 2
-    assert operator.matmat(z[:, :0]).shape == (rows, 0) and operator.products == 8
+    assert operator.products == operator.T.products == (3 + 1 + 2 + 2) * hvps_per_column
+    assert operator.matmat(z[:, :0]).shape == (rows, 0) and operator.products == 8 * hvps_per_column
 
 
 def test_hessian_and_gauss_newton_w_r_t_the_parameters(model: nn.Sequential, batch: Batch) -> None:
@@ -125,7 +125,7 @@ def test_a_loss_that_partly_bypasses_the_output_still_splits(model: nn.Sequentia
         for pair, block in truth.blocks.items():
             check_products(blocks.hessian[pair], block)
             check_products(blocks.gauss_newton[pair], truth.gauss_newton[pair])
-            check_products(blocks.tensor[pair], block - truth.gauss_newton[pair])
+            check_products(blocks.tensor[pair], block - truth.gauss_newton[pair], hvps_per_column=2)
 
 
 def test_every_block_counts_its_own_products(model: nn.Sequential, batch: Batch) -> None:
@@ -134,6 +134,21 @@ def test_every_block_counts_its_own_products(model: nn.Sequential, batch: Batch)
         blocks.hessian["0", "2"].T.matvec(torch.randn(6))
         assert blocks.hessian["0", "2"].products == 5
         assert blocks.hessian["2", "0"].products == blocks.tensor["0", "2"].products == 0
+
+
+def test_a_closed_operator_refuses_products(model: nn.Sequential, batch: Batch) -> None:
+    with hessian(model, batch, loss=loss) as H, gauss_newton(model, batch, loss=loss) as GGN:
+        H.matvec(torch.ones(109))
+    with between_nodes(model, batch, loss=loss, nodes=["0"]) as blocks:
+        transposed = blocks.hessian["0", "0"].T
+    parts = [part["0", "0"] for part in (blocks.hessian, blocks.gauss_newton, blocks.tensor)]
+    for operator in (H, GGN, transposed, *parts):
+        before = operator.products
+        with pytest.raises(curvmon.InputError, match="the operator is closed"):
+            operator.matvec(torch.ones(operator.shape[1]))
+        with pytest.raises(curvmon.InputError, match="the operator is closed"):
+            operator.matmat(torch.ones(operator.shape[1], 0))
+        assert operator.products == before
 
 
 @pytest.mark.parametrize(

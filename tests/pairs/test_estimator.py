@@ -183,7 +183,9 @@ def test_probes_are_orthogonal_and_exact_when_they_span_the_rest() -> None:
     assert rest.standard_error([(1.0, "hessian", 0, 0)]) == 0
 
 
-@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (4, 2.7764), (5, 2.5706), (10, 2.2281), (30, 2.0423)])
-def test_small_sample_factor_is_students(freedom: int, quantile: float) -> None:
+@pytest.mark.parametrize(
+    ("degrees_of_freedom", "quantile"), [(1, 12.7062), (4, 2.7764), (5, 2.5706), (10, 2.2281), (30, 2.0423)]
+)
+def test_small_sample_factor_is_students(degrees_of_freedom: int, quantile: float) -> None:
     """97.5 % points of Student's t from the usual tables."""
-    assert 1.959964 * small_sample_factor(freedom) == pytest.approx(quantile, rel=4e-3)
+    assert 1.959964 * small_sample_factor(degrees_of_freedom) == pytest.approx(quantile, rel=4e-3)

@@ -209,7 +209,7 @@ def test_factors_above_the_memory_limit_are_built_in_groups(
 ) -> None:
     options: dict[str, Any] = {"loss": LOSSES["cross-entropy"], "nodes": ["0", "2"]}
     whole = curvmon.measure(net(), x, **options)
-    monkeypatch.setattr(factors, "MOST_BYTES", 1000)
+    monkeypatch.setattr(factors, "MAX_BYTES", 1000)
     turns = curvmon.measure(net(), x, **options)
     truth = curvmon.exact(net(), x, **options)
     assert ((turns.resonance - truth.resonance).abs() <= 4 * turns.stderr["resonance"]).all()
@@ -263,7 +263,7 @@ def test_few_outputs_are_exact_and_many_are_not(x: Tensor, monkeypatch: pytest.M
     """The same network both ways."""
     options: dict[str, Any] = {"loss": LOSSES["class weights"], "nodes": ["0", "2"]}
     exact = curvmon.measure(relu_net(), x, **options)
-    monkeypatch.setattr(gauss_newton, "MOST_COLUMNS", 0)
+    monkeypatch.setattr(gauss_newton, "MAX_COLUMNS", 0)
     sketched = curvmon.measure(relu_net(), x, **options)
     assert any("random backward passes (softmax cross-entropy)" in note for note in sketched.notes)
     assert ((sketched.resonance - exact.resonance).abs() <= 4 * sketched.stderr["resonance"]).all()

@@ -99,7 +99,7 @@ def test_reason_if_there_is_no_limit() -> None:
 
 
 def test_no_limit_for_dampening_above_one() -> None:
-    """Momentum then ascends: ½ λ w² grows for the smallest positive λ."""
+    """The momentum term then reverses the sign of the gradient: ½ λ w² grows for the smallest positive λ."""
     options = {"lr": 0.1, "momentum": 0.9, "dampening": 1.5}
     weight, other = nn.Parameter(torch.ones(1, dtype=torch.float64)), nn.Parameter(torch.ones(1))
     damped = torch.optim.SGD([weight], **options)

@@ -12,8 +12,8 @@ from torch.func import functional_call
 
 import curvmon
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
-from curvmon.spectrum import initial_block
-from curvmon.spectrum.initial_block import GradientSketches, start_cotangents
+from curvmon.spectrum import starting_vector
+from curvmon.spectrum.starting_vector import GradientSketches, start_cotangents
 from curvmon.spectrum.trace import gauss_newton_trace, trace_of_parts
 from tests.helpers.spectrum_cases import dense_hessian
 
@@ -108,7 +108,7 @@ def test_start_lies_in_the_leading_eigenspace(seed: int, monkeypatch: pytest.Mon
     model, batch = make()
     narrow, gradient = share_of_leading(model, batch, seed)
     assert narrow > gradient
-    monkeypatch.setattr(initial_block, "WIDTH", 8 * initial_block.WIDTH)
+    monkeypatch.setattr(starting_vector, "WIDTH", 8 * starting_vector.WIDTH)
     wide, _ = share_of_leading(model, batch, seed)
     assert wide > 0.95
 
@@ -131,7 +131,7 @@ def test_largest_sketches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make()
     with open_parameters(model, [batch], loss=loss) as operator:
         complete = sketches_of(operator, 0)
-        monkeypatch.setattr(initial_block, "MAX_SKETCHES", 7)
+        monkeypatch.setattr(starting_vector, "MAX_SKETCHES", 7)
         kept = sketches_of(operator, 0)
     assert complete is not None and kept is not None and len(kept.origins) == 7
     assert start_cotangents(kept, 1) is not None
@@ -141,14 +141,14 @@ def test_largest_sketches_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_start_with_too_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make()
-    monkeypatch.setattr(initial_block, "MAX_SKETCHES", SAMPLES - 1)
+    monkeypatch.setattr(starting_vector, "MAX_SKETCHES", SAMPLES - 1)
     with open_parameters(model, [batch], loss=loss) as operator:
         assert cotangents_of(operator, 1, 0) is None
 
 
 def test_no_start_with_too_many_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make()
-    monkeypatch.setattr(initial_block, "MOST_ENTRIES", SAMPLES * initial_block.WIDTH - 1)
+    monkeypatch.setattr(starting_vector, "MAX_ENTRIES", SAMPLES * starting_vector.WIDTH - 1)
     with open_parameters(model, [batch], loss=loss) as operator:
         assert cotangents_of(operator, 1, 0) is None
     assert curvmon.spectrum(model, batch, loss=loss, k=2).converged.all()

@@ -7,7 +7,7 @@
 The trace computes all g_ik anyway, layer by layer. The sum of k vectors u is J^T times one cotangent per batch: one
 backward pass. An inaccurate starting vector costs products, never correctness, so a small sketch is enough.
 
-Memory: WIDTH numbers for every position in a layer, at most MOST_ENTRIES in total, and WIDTH² numbers for each of at
+Memory: WIDTH numbers for every position in a layer, at most MAX_ENTRIES in total, and WIDTH² numbers for each of at
 most MAX_SKETCHES gradients.
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvmon.graph.linear_layers import MOST_ENTRIES, Layer
+from curvmon.graph.linear_layers import MAX_ENTRIES, Layer
 
 WIDTH = 64
 """a sketch has WIDTH x WIDTH numbers"""
@@ -33,8 +33,8 @@ class GradientSketches(NamedTuple):
     Attributes:
         rows: one flat sketch per gradient, gradients x WIDTH².
         origins: batch, column k and sample i of every gradient, gradients x 3.
-        roots: for every batch the columns a_ik, rank x samples x outputs.
-        weights: for every batch its weight in the loss.
+        roots: the columns a_ik of every batch, rank x samples x outputs.
+        weights: the weight of every batch in the loss.
     """
 
     rows: Tensor
@@ -47,7 +47,7 @@ class _ProjectedLayer(NamedTuple):
     """The inputs of a layer, projected to WIDTH numbers, and the matrix that projects its output gradients."""
 
     number: int
-    """among all layers"""
+    """index of the layer among all layers"""
     layer: Layer
     inputs: Tensor
     """samples x positions x WIDTH"""
@@ -70,7 +70,7 @@ class GradientSketcher:
         for number, layer in reversed(list(enumerate(layers))):  # the last ones have the fewest positions
             positions = layer.positions(samples)
             entries += positions * samples * WIDTH
-            if entries > MOST_ENTRIES:
+            if entries > MAX_ENTRIES:
                 break
             if positions:
                 self._layers.append(_ProjectedLayer(number, layer, *layer.projections(samples, WIDTH, generator)))
