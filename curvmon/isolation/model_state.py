@@ -11,17 +11,17 @@ import copy
 import operator
 import random
 import sys
-import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvmon.errors import InputError
+from curvmon.isolation.open_isolations import OpenIsolation
 from curvmon.isolation.patches import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -82,10 +82,6 @@ def _initialized_accelerators() -> list[Any]:
 _HALF = (torch.float16, torch.bfloat16)
 _LOGGING_HOOKS = ("wandb.integration.torch.wandb_torch",)
 """modules whose forward hooks only log: `wandb.watch(log="all")` does so"""
-# Most of what is replaced belongs to the process (autocast, checkpoints, kernels, default dtype, random generators). If
-# measurements in two threads overlapped, the second would save the replacements of the first as the originals, and
-# restore them for good after the first has ended. Re-entrant, since a loss may measure as well.
-one_at_a_time = threading.RLock()
 
 
 def to_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -131,9 +127,11 @@ def isolated(
     """Run a measurement of `model` under `loss` without a trace; `dtype` as in `to_dtype`.
 
     One thread at a time: others wait here, so `loss` must not wait for a measurement in another thread. Enter and exit
-    in the same thread.
+    in the same thread. Isolations that are exited in another order than innermost first are restored innermost first.
     """
-    with one_at_a_time, ExitStack() as stack:
+    opened = OpenIsolation()
+    try:
+        stack = opened.contexts
         held = reachable(model, loss)  # under the lock, or it would see the copies of another thread's measurement
         modules = held.modules
         devices = {p.device.type for module in modules for p in module.parameters(recurse=False)} | {"cpu"}
@@ -148,6 +146,8 @@ def isolated(
         isolation = Isolation(stack.enter_context(patched(modules, devices)))
         stack.enter_context(_working_copies(held, dtype, isolation))
         yield isolation
+    finally:
+        opened.close()
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def _working_copies(held: Reachable, dtype: torch.dtype | None, isolation: Isola
             for live, before in attributes:
                 for name, value in before.items():
                     live[name] = OrderedDict() if name in backward_hooks else _copy(value, dtype, memo, isolation)
-                    if name in forward_hooks:
+                    if name in forward_hooks and isinstance(value, dict):
                         _remove_logging_hooks(live[name])
                 live["training"] = False
                 live.update((name, False) for name in gradient_sync if name in before)

@@ -12,6 +12,7 @@ tests/isolation/test_patches.py checks that, and has a test for every row.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -198,17 +199,14 @@ PATCHES = [
         missing=_WRONG_WEIGHT_NORM,
         replacement=lambda fused: _composed_weight_norm,
     ),
-    Symbol(
-        "torch.nn.modules.module:_global_backward_hooks",
-        why="hooks for gradients are not part of the function",
-        missing=_OWN_HOOKS,
-        replacement=lambda hooks: OrderedDict(),
-    ),
-    Symbol(
-        "torch.nn.modules.module:_global_backward_pre_hooks",
-        why="hooks for gradients are not part of the function",
-        missing=_OWN_HOOKS,
-        replacement=lambda hooks: OrderedDict(),
+    *(
+        Symbol(
+            f"torch.nn.modules.module:{name}",
+            why="hooks for gradients are not part of the function",
+            missing=_OWN_HOOKS,
+            replacement=lambda hooks: OrderedDict(),
+        )
+        for name in ("_global_backward_hooks", "_global_backward_pre_hooks")
     ),
 ]
 """what is replaced or set during a measurement, in this order"""
@@ -246,49 +244,57 @@ MAKE_SUBCLASS = Symbol(
     "torch:Tensor._make_subclass",
     why="copies a parameter with its class; assigning `.data` would break the hooks of DistributedDataParallel",
     missing="parameters are copied by Tensor.as_subclass instead",
+    is_valid=callable,
 )
 LOADER_ITERATOR = Symbol(
     "torch.utils.data.dataloader:_BaseDataLoaderIter",
     why="recognises iterators over a DataLoader that the model holds: a measurement must not draw from them",
     missing="a model that draws from an iterator over a DataLoader misses the batches that a measurement takes",
+    is_valid=inspect.isclass,
 )
 NATIVE_FUNCTIONS = Symbol(
     "torch:_C._nn",
     why="activations and losses that torch.nn.functional passes on to",
     missing="activations or losses that are called by their native names are not recognised",
+    is_valid=inspect.ismodule,
 )
 FUNCTORCH_STACK = Symbol(
     "torch:_C._functorch.peek_interpreter_stack",
     why="tells whether a function runs under torch.func, where the efficient operations do not work",
     missing="torch's own second derivatives of convolutions and activations are used, which are slower",
+    is_valid=callable,
 )
 FORWARD_LEVEL = Symbol(
     "torch.autograd.forward_ad:_current_level",
     why="tells whether a function runs in forward mode, where the efficient operations do not work",
     missing="torch's own second derivatives of convolutions and activations are used, which are slower",
+    is_valid=lambda value: isinstance(value, int),
 )
 CONVOLUTION_BACKWARD = Symbol(
     "torch:ops.aten.convolution_backward",
     why="the adjoint of a convolution without the gradient w.r.t. its weights",
     missing="torch's own second derivatives of convolutions are used, which are slower",
+    is_valid=callable,
 )
 TENSOR_VERSION = Symbol(
     "torch:Tensor._version",
     why="tells whether a tensor was changed in place between the logits and the loss",
     missing="logits behind a loss of probabilities are not found",
+    is_valid=inspect.isdatadescriptor,
 )
 TENSOR_BASE = Symbol(
     "torch:Tensor._base",
     why="recognises a view of a node's output that enters the loss",
     missing="the automatic choice of nodes may include the output itself",
+    is_valid=inspect.isdatadescriptor,
 )
 DEFAULT_GROUP = Symbol(
     "torch.distributed.distributed_c10d:_get_default_group",
     why="where a collective that was imported by name asks for its group",
     missing="a training step with collectives that were imported by name may wait for other processes for ever",
     applies=_several_processes,
+    is_valid=callable,
 )
-
 GROUP_OR_DEFAULT = Symbol(
     "torch.distributed.distributed_c10d:_group_or_default_group",
     why="stands between a collective and DEFAULT_GROUP",
@@ -334,8 +340,9 @@ def is_transformed() -> bool:
 
 
 def version(tensor: Tensor) -> int | None:
-    """Counts changes in place; None where it is not known."""
-    return getattr(tensor, TENSOR_VERSION.attribute, None)
+    """Counts changes in place; None where torch does not tell."""
+    count = getattr(tensor, TENSOR_VERSION.attribute, None)
+    return count if isinstance(count, int) else None
 
 
 def is_view_of(tensor: Tensor, base: Tensor) -> bool:

@@ -36,6 +36,7 @@ class Symbol:
         replacement: takes torch's own value, returns the one during a measurement.
         context: instead of a replacement: takes torch's own function, returns the context manager to measure in.
         applies: whether the row matters for this target.
+        is_valid: whether a value is of the kind that curvmon uses; one that is not counts as missing.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Symbol:
     replacement: Callable[[Any], Any] | None = None
     context: Callable[[Any], AbstractContextManager[Any]] | None = None
     applies: Callable[[Target], bool] = lambda target: True
+    is_valid: Callable[[Any], bool] = lambda value: True
 
     @property
     def attribute(self) -> str:
@@ -58,18 +60,28 @@ class Symbol:
 
     def get(self, default: Any = None) -> Any:
         place = self.owner()
-        return default if place is None else getattr(*place)
+        value = default if place is None else getattr(*place)
+        return value if self.is_valid(value) else default
 
     def note(self, error: Exception) -> str:
         name = self.path.replace(":", ".")
-        reason = "" if isinstance(error, MissingError) else f" as expected ({type(error).__name__}: {error})"
-        return f"torch {torch.__version__} has no {name}{reason}: {self.missing}"
+        if isinstance(error, MissingError):
+            return f"torch {torch.__version__} has no {name}: {self.missing}"
+        reason = f"({type(error).__name__}: {error})"
+        return f"in torch {torch.__version__} {name} does not behave as expected {reason}: {self.missing}"
 
     def patched(self) -> AbstractContextManager[Any]:
-        """The context to measure in; `MissingError` if torch does not have the name."""
+        """The context to measure in.
+
+        Raises:
+            MissingError: torch does not have the name.
+            TypeError: it is something else than expected.
+        """
         place = self.owner()
         if place is None:
             raise MissingError(self.path)
+        if hasattr(*place) and not self.is_valid(getattr(*place)):
+            raise TypeError(f"unexpected {type(getattr(*place)).__name__}")
         if self.replacement is not None:
             return replaced(place[0], **{place[1]: self.replacement(getattr(*place))})
         return nullcontext() if self.context is None else self.context(getattr(*place))

@@ -26,7 +26,8 @@ from curvmon.graph.linear_layers import Layer, LayeredGraph, tapped_layers, used
 from curvmon.graph.loss_curvature import Layout
 from curvmon.graph.pytree import map_all_tensors, named_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
-from curvmon.isolation.model_state import isolated, one_at_a_time, own_copy, reseed
+from curvmon.isolation.model_state import isolated, own_copy, reseed
+from curvmon.isolation.open_isolations import one_at_a_time
 from curvmon.numerics import check_finite
 from curvmon.operators.protocol import SymmetricOperator, by_columns
 from curvmon.operators.session import NOISE_SEED, Loss

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +23,12 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import curvmon
+<<<<<<< HEAD
 from curvmon.isolation import model_state
 from curvmon.operators import parameter_hessian
+=======
+from curvmon import operators
+>>>>>>> f4
 from tests.helpers.time_limits import PATIENCE
 
 Batch = tuple[Tensor, Tensor]
@@ -477,3 +482,95 @@ def test_measurement_inside_a_loss(batch: Batch) -> None:
     assert same(before, process())
     factor = resonance(inner, batch, plain_loss)
     assert result == [pytest.approx(factor * sharpness(model, batch, plain_loss), rel=1e-4)]
+
+
+ORDERS = [(0, 1), (1, 0), (0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1)]
+
+
+def opened_generator(model: nn.Module, batch: Batch) -> Iterator[Any]:
+    with operators.hessian(model, batch, loss=plain_loss) as H:
+        yield H
+
+
+def assert_trains(model: nn.Module, batch: Batch) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    plain_loss(model, batch).backward()
+    optimizer.step()
+    assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_operators_closed_in_any_order(order: tuple[int, ...], model: Stateful, batch: Batch) -> None:
+    before = snapshot(model)
+    contexts = [operators.hessian(model, batch, loss=loss) for _ in order]
+    for context in contexts:
+        context.__enter__()
+    for index in order:
+        contexts[index].__exit__(None, None, None)
+    assert_unchanged(before, snapshot(model))
+    assert_ends(in_thread(lambda: resonance(network(), batch, plain_loss)))
+
+
+def test_inner_operator_outlives_the_outer_one(batch: Batch) -> None:
+    model = network()
+    with operators.hessian(model, batch, loss=plain_loss) as H:
+        v = torch.ones(H.size)
+        expected = H.matvec(v)
+    before = snapshot(model)
+    outer, inner = (operators.hessian(model, batch, loss=plain_loss) for _ in range(2))
+    outer.__enter__()
+    H = inner.__enter__()
+    outer.__exit__(None, None, None)
+    torch.testing.assert_close(H.matvec(v), expected)
+    inner.__exit__(None, None, None)
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize("collect", [False, True], ids=["closed", "collected"])
+def test_generators_that_end_in_the_order_they_began(collect: bool, batch: Batch) -> None:
+    model = network()
+    before = snapshot(model)
+    generators: list[Any] = [opened_generator(model, batch) for _ in range(2)]
+    assert all([next(generator).size for generator in generators])
+    for _ in range(2):
+        if not collect:
+            generators[0].close()
+        del generators[0]
+        gc.collect()
+    assert_unchanged(before, snapshot(model))
+    assert_trains(model, batch)
+
+
+def test_error_in_the_outer_operator(model: Stateful, batch: Batch) -> None:
+    before = snapshot(model)
+    outer, inner = (operators.hessian(model, batch, loss=loss) for _ in range(2))
+    outer.__enter__(), inner.__enter__()
+    error = KeyError()
+    assert not outer.__exit__(KeyError, error, None)
+    inner.__exit__(None, None, None)
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0)])
+def test_operators_closed_in_another_thread(order: tuple[int, ...], model: Stateful, batch: Batch) -> None:
+    before = snapshot(model)
+    contexts = [operators.hessian(model, batch, loss=loss) for _ in order]
+    for context in contexts:
+        context.__enter__()
+    messages: list[str] = []
+    modes: list[bool] = []
+
+    def close() -> None:
+        with torch.no_grad():
+            for index in order:
+                with pytest.raises(curvmon.InputError) as error:
+                    contexts[index].__exit__(None, None, None)
+                messages.append(str(error.value))
+            modes.append(torch.is_grad_enabled())
+
+    assert_ends(in_thread(close))
+    assert len(messages) == len(order) and all("another thread" in message for message in messages)
+    assert modes == [False]
+    assert_unchanged(before, snapshot(model))
+    assert_ends(in_thread(lambda: resonance(network(), batch, plain_loss)))

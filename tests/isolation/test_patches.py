@@ -359,8 +359,10 @@ def network() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return Network(), (torch.randn(6, 1, 4, 4), torch.randint(3, (6,)))
 
 
-def measured() -> tuple[curvmon.Measurement, curvmon.Spectrum]:
-    model, batch = network()
+def measured(
+    target: tuple[nn.Module, tuple[Tensor, Tensor]] | None = None,
+) -> tuple[curvmon.Measurement, curvmon.Spectrum]:
+    model, batch = target or network()
     return curvmon.measure(model, batch, loss=loss), curvmon.spectrum(model, batch, loss=loss, k=1)
 
 
@@ -419,8 +421,53 @@ def test_changed_symbol_costs_a_note(truth: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.nn.attention, "SDPBackend", None)
     for result, expected in zip(measured(), truth):
         new = [note for note in result.notes if note not in expected.notes]
-        assert len(new) == 1 and "has no torch.nn.attention.sdpa_kernel as expected (TypeError: " in new[0]
+        assert len(new) == 1 and "torch.nn.attention.sdpa_kernel does not behave as expected (TypeError: " in new[0]
     assert torch.equal(measured()[0].resonance, truth[0].resonance)
+
+
+IRREPLACEABLE = {
+    "torch.amp.autocast_mode:autocast.__enter__": "torch.autocast itself fails",
+    "torch:_C._nn": "torch.nn.functional itself fails",
+    "torch.backends.cuda:matmul.fp32_precision": "torch refuses other values",
+    "torch.backends.cudnn:conv.fp32_precision": "torch refuses other values",
+    "torch.backends.cudnn:rnn.fp32_precision": "torch refuses other values",
+    "torch.backends.cudnn:enabled": "torch refuses other values",
+}
+NOT_READ = [
+    symbol.path
+    for symbol in TABLE
+    if (symbol.replacement is not None and symbol.context is None)
+    or symbol in (*patches.BACKWARD_HOOKS, *patches.FORWARD_HOOKS, *patches.GRADIENT_SYNC)
+    or symbol in (patches.AUTOCAST_ENABLED, patches.GROUP_OR_DEFAULT)
+]
+"""replaced whatever they are, set in each instance, or used by name only"""
+
+
+@pytest.mark.parametrize("value", [None, "another kind", {}], ids=["None", "string", "dict"])
+@by_symbol
+def test_symbol_of_another_kind_costs_a_note(
+    symbol: Symbol, value: Any, truth: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if symbol.path in IRREPLACEABLE:
+        pytest.skip(IRREPLACEABLE[symbol.path])
+    place, target = symbol.owner(), network()
+    assert place is not None
+    monkeypatch.setattr(*place, value, raising=False)
+    if symbol not in PATCHES:
+        monkeypatch.setattr(symbol, "applies", lambda target: True)
+    importlib.import_module("torch._dynamo")
+    measurement, spectrum = measured(target)
+    name = symbol.path.replace(":", ".")
+    start = f"in torch {torch.__version__} {name} does not behave as expected (TypeError: "
+    for result, expected in zip((measurement, spectrum), truth):
+        new = [note for note in result.notes if note not in expected.notes]
+        if symbol.path in NOT_READ:
+            assert new == []
+        else:
+            assert new[0].startswith(start) and new[0].endswith(symbol.missing)
+    if symbol is not patches.TENSOR_VERSION:  # another output, so other nodes
+        torch.testing.assert_close(measurement.resonance, truth[0].resonance, rtol=1e-4, atol=0)
+    assert spectrum.sharpness == pytest.approx(truth[1].sharpness, rel=1e-4)
 
 
 @pytest.mark.parametrize("symbol", [patches.FUNCTORCH_STACK, patches.FORWARD_LEVEL], ids=lambda symbol: symbol.path)
