@@ -59,7 +59,7 @@ def test_from_dict_restores_the_class_it_is_called_on(measurement: curvmon.Measu
 
 def test_str_has_pairs_values_errors_and_notes(measurement: curvmon.Measurement) -> None:
     lines = str(measurement).splitlines()
-    assert lines[0] == "Measurement: 3 nodes, loss 0.25, 12 products, 0.5 s"
+    assert lines[0] == "Measurement: 3 nodes, loss 0.25, 12 HVPs, 0.5 s"
     assert lines[1].split() == ["row", "col", *METRICS]
     assert "4.00 ±0.04" in lines[3] and lines[3].startswith("stem")
     assert len([line for line in lines if "±" in line]) == 5

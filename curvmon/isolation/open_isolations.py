@@ -25,12 +25,16 @@ class MeasurementLock:
         self._owner: int | None = None
         self._depth = 0
 
-    def acquire(self) -> None:
+    def acquire(self, blocking: bool = True) -> bool:
+        """Whether this thread has the lock now; without `blocking`, it does not wait for it."""
         with self._changed:
             while self._owner not in (None, threading.get_ident()):
+                if not blocking:
+                    return False
                 self._changed.wait()
             self._owner = threading.get_ident()
             self._depth += 1
+        return True
 
     def release(self) -> None:
         with self._changed:

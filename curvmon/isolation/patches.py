@@ -1,13 +1,9 @@
 """Every private name of torch that curvmon uses, and every function of torch that is replaced, in one table.
 
-Settings with a public context manager are restored where they are set: the default dtype, gradient and inference mode,
-autocast and random states in `model_state`, `set_detect_anomaly` in `curvmon.monitor.measurement`. The functions of
-`COLLECTIVES` are replaced all alike, in `collectives`.
-
+Settings with a public context manager are restored where they are set, in `model_state` and `monitor/measurement.py`.
 `TABLE` says for each name why it is needed and what is lost without it. `patched(...)` walks the table: it makes the
-replacements, and yields a note for every name that the installed torch does not have. A renamed symbol costs a note,
-not the measurement. No other module below curvmon/ uses private names of torch or assigns to its attributes;
-tests/isolation/test_patches.py checks that, and has a test for every row.
+replacements, and yields a note for every name that the installed torch does not have. No other module below curvmon/
+uses private names of torch or assigns to its attributes; tests/isolation/test_patches.py checks that, row by row.
 """
 
 from __future__ import annotations

@@ -10,16 +10,18 @@ it. Use `PairMetric.by_distance(measurement)`.
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvmon.errors import InputError, warn
+from curvmon.isolation.model_state import random_state
 from curvmon.records import METRICS, Measurement, Snapshot, mean_by_distance
 
 LAYERS, SPECTRUM, ALERTS, COST = "curvature between layers", "spectrum of the Hessian", "alerts", "cost"
@@ -103,7 +105,8 @@ class PairMetric(MetricSpec):
 
     Attributes:
         compute: function from a measurement to two (n, n) matrices, values and their standard errors; called once per
-            measurement. None only for the built-in metrics, which are fields of `Measurement`.
+            measurement, on a copy, with random generators that are restored. None only for the built-in metrics, which
+            are fields of `Measurement`.
         unit_diagonal: whether the diagonal is 1 by definition; it is not logged then.
         figure_title: title of heatmaps and curves; `title` by default.
         color_range: lowest colour of a linear scale, and the value that its highest colour reaches at least.
@@ -137,8 +140,9 @@ class PairMetric(MetricSpec):
                 return values, stderr
         n = len(measurement.nodes)
         try:
-            values, stderr = (torch.as_tensor(m, dtype=torch.float64, device="cpu") for m in self.compute(measurement))
-            values, stderr = values.reshape(n, n), stderr.reshape(n, n)
+            with random_state(0):
+                matrices = self.compute(copy.deepcopy(measurement))
+            values, stderr = (_real_matrix(matrix, n) for matrix in matrices)
         except Exception as error:  # a user's function must not stop a run
             _warn_of(error, self.name)
             values = stderr = torch.full((n, n), math.nan, dtype=torch.float64, device="cpu")
@@ -194,6 +198,13 @@ class ScalarMetric(MetricSpec):
     @property
     def chart_keys(self) -> str:
         return self.key.format(r"\d+")
+
+
+def _real_matrix(matrix: Any, n: int) -> Tensor:
+    tensor = torch.as_tensor(matrix, device="cpu").detach()
+    if tensor.is_complex():
+        raise InputError("compute returned complex numbers")
+    return tensor.double().reshape(n, n)
 
 
 def _warn_of(error: Exception, name: str) -> None:

@@ -75,9 +75,9 @@ class LinearOperator(ABC):
         """A Z (m x k) for Z (n x k).
 
         Raises:
-            InputError: Z is not a matrix with n rows, or the context of the operator has ended.
+            InputError: Z is not a real matrix with n rows, or the context of the operator has ended.
         """
-        self._check_open()
+        self._check(z)
         if z.ndim != 2 or len(z) != self.shape[1]:
             raise InputError(f"matmat takes shape ({self.shape[1]}, k), not {tuple(z.shape)}")
         if not z.shape[1]:
@@ -88,9 +88,9 @@ class LinearOperator(ABC):
         """A z (m entries) for z (n entries).
 
         Raises:
-            InputError: z is not a vector with n entries, or the context of the operator has ended.
+            InputError: z is not a real vector with n entries, or the context of the operator has ended.
         """
-        self._check_open()
+        self._check(z)
         if z.shape != self.shape[1:]:
             raise InputError(f"matvec takes shape ({self.shape[1]},), not {tuple(z.shape)}")
         return self._counted(z.unsqueeze(1)).squeeze(1)
@@ -106,7 +106,13 @@ class LinearOperator(ABC):
     def _close(self) -> None:
         self._state.is_open = False
 
-    def _check_open(self) -> None:
+    def _check(self, z: Tensor) -> None:
+        if not isinstance(z, Tensor):
+            raise InputError(f"an operator takes a torch.Tensor, not {type(z).__name__}")
+        if z.is_complex():
+            raise InputError("an operator takes real vectors; apply it to the real and to the imaginary part")
+        if not torch.isfinite(z).all():
+            raise InputError("the vector has entries that are NaN or infinite")
         if not self._state.is_open:
             raise InputError(
                 "the operator is closed: it is valid only within its `with` block, while the model is isolated; "
@@ -144,7 +150,7 @@ class LinearOperator(ABC):
 
 def _of_array(operator: LinearOperator, z: Any) -> Any:
     """A Z for a numpy array of shape (n,) or (n, k)."""
-    image = operator.matmat(torch.tensor(z).reshape(operator.shape[1], -1))
+    image = operator.matmat(torch.tensor(z.copy()).reshape(operator.shape[1], -1))
     return image.reshape(operator.shape[0], *z.shape[1:]).cpu().numpy()
 
 

@@ -144,7 +144,7 @@ class Measurement:
         lines.insert(1, "  ".join("-" * width for width in widths))
         head = (
             f"{type(self).__name__}: {len(self.nodes)} nodes, loss {self.loss:.4g}, "
-            f"{self.hvps} products, {self.seconds:.1f} s"
+            f"{self.hvps} HVPs, {self.seconds:.1f} s"
         )
         return "\n".join([head, *lines, *(f"note: {note}" for note in self.notes)])
 

@@ -202,7 +202,7 @@ class Spectrum:
         ]
         return "\n".join(
             [
-                f"Spectrum: loss {self.loss:.4g}, {self.hvps} products, {self.seconds:.1f} s",
+                f"Spectrum: loss {self.loss:.4g}, {self.hvps} HVPs, {self.seconds:.1f} s",
                 *values,
                 f"  smallest {with_error(self.smallest, 0.0)}{'' if self.smallest_converged else '  not converged'}",
                 f"  GGN λ_1  {with_error(self.ggn_eigenvalue, 0.0)}",

@@ -42,7 +42,7 @@ def summary(snapshot: Snapshot) -> str:
             parts.append(f"{spec.symbol or spec.title}({first}, {last}) {brief(value)}")
     if snapshot.spectrum is not None:
         parts.append(f"λ_1 {brief(snapshot.spectrum.sharpness)}")
-    parts.append(f"{snapshot.hvps} products, {snapshot.seconds:.1f} s")
+    parts.append(f"{snapshot.hvps} HVPs, {snapshot.seconds:.1f} s")
     if math.isfinite(snapshot.overhead):
         parts.append(f"overhead {100 * snapshot.overhead:.1f} %")
     return ", ".join(parts)
@@ -112,7 +112,7 @@ class _Tqdm:
     def open(self) -> None:
         # by name: the package has no types
         self._bar = importlib.import_module("tqdm.auto").tqdm(
-            total=self._total, desc="curvmon", unit=" products", leave=False, position=2
+            total=self._total, desc="curvmon", unit=" HVPs", leave=False, position=2
         )
 
     def advance(self, products: int) -> None:

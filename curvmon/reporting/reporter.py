@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from curvmon.metrics.registry import pair_metric
+from curvmon.errors import warn
+from curvmon.metrics.registry import pair_metric, pair_metric_names
 from curvmon.records import Alert, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import available
@@ -64,7 +65,7 @@ class Report:
             fresh: those of the last snapshot.
         """
         snapshot = snapshots[-1]
-        values = self._keys.named(scalars(snapshot, metrics=self._metrics, pairs=self._log_pairs))
+        values = self._keys.named(scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs))
         self._publish(trainer, values)
         if trainer.is_global_zero:
             values["epoch"] = float(snapshot.epoch)
@@ -85,6 +86,14 @@ class Report:
         if trainer.is_global_zero:
             self._loggers.write(trainer, values, {}, step)
 
+    def _registered(self) -> list[str]:
+        """Metrics may have been unregistered, and processes of `ddp_spawn` start with a fresh registry."""
+        registered = pair_metric_names()
+        for name in self._metrics:
+            if name not in registered:
+                warn(f"metric {name!r} is not registered in this process and not reported")
+        return [name for name in self._metrics if name in registered]
+
     def _pictures(
         self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]
     ) -> dict[str, Draw]:
@@ -95,10 +104,12 @@ class Report:
         measurement, when = snapshot.measurement, f"step {snapshot.step}"
         marked = [pair for alert in fresh if alert.level != "info" for pair in (alert.where, *alert.others)]
         if measurement is not None:
-            for name in self._metrics:
+            names = self._registered()
+            for name in names:
                 title = f"{pair_metric(name).heading}, {when}"
                 pictures[heatmap_key(name)] = partial(figures.heatmap, measurement, name, title, marked)
-            pictures[BY_DISTANCE] = partial(figures.by_distance, measurement, when, self._metrics)
+            if names:
+                pictures[BY_DISTANCE] = partial(figures.by_distance, measurement, when, names)
         if snapshot.spectrum is not None:
             steps = [alert.step for alert in alerts]
             pictures[EIGENVALUES] = partial(figures.spectrum_over_time, snapshots, "", steps)

@@ -41,8 +41,8 @@ class StabilityLimit:
 
     limit: float
     reason: str
-    preconditioner: Mapping[Tensor, Tensor] | None = None
-    decay: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    preconditioner: Mapping[Tensor, Tensor] | None = field(default=None, repr=False)
+    decay: Mapping[Tensor, Tensor] = field(default_factory=dict, repr=False)
 
 
 def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:

@@ -23,12 +23,9 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import curvmon
-<<<<<<< HEAD
-from curvmon.isolation import model_state
-from curvmon.operators import parameter_hessian
-=======
 from curvmon import operators
->>>>>>> f4
+from curvmon.isolation import open_isolations
+from curvmon.operators import parameter_hessian
 from tests.helpers.time_limits import PATIENCE
 
 Batch = tuple[Tensor, Tensor]
@@ -390,14 +387,20 @@ class ObservedLock:
         self._event = blocked
         self.blocked = False
 
-    def __enter__(self) -> None:
+    def acquire(self) -> None:
         if not self._lock.acquire(blocking=False):
             self.blocked = True
             self._event.set()
             self._lock.acquire()
 
-    def __exit__(self, *error: object) -> None:
+    def release(self) -> None:
         self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -408,8 +411,8 @@ def test_second_thread_waits_for_first(
 ) -> None:
     """A waits until B is blocked or inside, B for A to end. If they overlapped, B would restore what A replaced."""
     first_inside, second_inside, second_stopped, first_left, met = (threading.Event() for _ in range(5))
-    lock = ObservedLock(model_state.one_at_a_time, second_stopped)
-    for module in (model_state, parameter_hessian):
+    lock = ObservedLock(open_isolations.one_at_a_time, second_stopped)
+    for module in (open_isolations, parameter_hessian):
         monkeypatch.setattr(module, "one_at_a_time", lock)
 
     def first_loss(model: nn.Module, batch: Batch) -> Tensor:

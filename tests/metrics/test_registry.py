@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from torch import Tensor
 
 import curvmon
 import curvmon.metrics.mean_curvature
@@ -21,10 +23,11 @@ from curvmon import Alert, CurvatureMonitor, CurvmonError
 from curvmon.alerts.manager import AlertManager
 from curvmon.errors import InputError
 from curvmon.metrics import PairMetric, ScalarMetric, register, registry, unregister
-from curvmon.records import METRICS, Snapshot
+from curvmon.records import METRICS, Measurement, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.console import summary
 from curvmon.reporting.dashboards import sections
+from curvmon.reporting.reporter import Report
 from curvmon.reporting.scalars import scalars
 from tests.helpers.lightning_smoke import module_of
 from tests.helpers.recorders import PictureRecorder
@@ -194,10 +197,10 @@ def test_metric_that_cannot_be_computed_is_undefined(compute: Any) -> None:
 
 def test_compute_is_called_once_per_measurement() -> None:
     """By alerts, loggers, the console and figures together."""
-    computed: list[int] = []
+    computed: list[float] = []
 
     def compute(measurement: curvmon.Measurement) -> tuple[torch.Tensor, torch.Tensor]:
-        computed.append(id(measurement))
+        computed.append(measurement.loss)
         return measurement.spectral_norm, 0.01 * measurement.spectral_norm
 
     spec = register(replace(TOY, name="counted", compute=compute))
@@ -210,7 +213,7 @@ def test_compute_is_called_once_per_measurement() -> None:
             assert "counted/mean_d1" in scalars(current, pairs=True) and "Y(layer1" in summary(current)
             figures.by_distance(current.measurement), figures.heatmap(current.measurement, "counted")
             assert torch.equal(spec.stderr(current.measurement), 0.01 * current.measurement.spectral_norm)
-            assert computed == [id(current.measurement)]
+            assert computed == [current.measurement.loss]
     finally:
         unregister("counted")
 
@@ -284,3 +287,38 @@ def test_alert_of_a_further_scalar(key: str, place: str) -> None:
 
 def test_no_alert_without_the_registration() -> None:
     assert alerts_of_a_jump(5.0) == []
+
+
+def test_compute_changes_neither_measurement_nor_random_state() -> None:
+    def compute(measurement: Measurement) -> tuple[Tensor, Tensor]:
+        torch.rand(3)
+        measurement.resonance.mul_(2)
+        return measurement.resonance.clone().requires_grad_(), measurement.resonance
+
+    measurement, metric = measured(), registry.PairMetric(name="doubled", title="doubled", compute=compute)
+    before, state = measurement.resonance.clone(), torch.get_rng_state()
+    assert torch.equal(metric.values(measurement), 2 * before) and not metric.values(measurement).requires_grad
+    assert torch.equal(measurement.resonance, before) and torch.equal(torch.get_rng_state(), state)
+
+
+def test_complex_values_are_undefined_with_a_warning() -> None:
+    metric = registry.PairMetric(name="turned", title="turned", compute=lambda m: (1j * m.resonance, m.resonance))
+    with pytest.warns(UserWarning, match="'turned' could not be computed"):
+        assert metric.values(measured()).isnan().all()
+
+
+def test_metric_that_is_not_registered_any_more_is_skipped_with_a_warning() -> None:
+    metric = registry.register(registry.PairMetric(name="gone", title="gone", compute=lambda m: (m.gn_norm, m.gn_norm)))
+    published: list[dict[str, float]] = []
+    names = ["coupling", metric.name]
+    report = Report(names, False, False, "", False, lambda trainer, values: published.append(values))
+    registry.unregister(metric.name)
+    trainer = SimpleNamespace(is_global_zero=False)
+    with pytest.warns(UserWarning, match="'gone' is not registered"):
+        report.write(trainer, [Snapshot(step=1, epoch=0, measurement=measured())], [], [])
+    assert "coupling/mean_d1" in published[0] and not any(key.startswith("gone") for key in published[0])
+
+
+def measured() -> Measurement:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    return curvmon.measure(net, torch.ones(16, 4), nodes=["0", "2"], loss=lambda net, x: net(x).square().mean())

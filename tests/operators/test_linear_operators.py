@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import curvmon
+from curvmon.errors import InputError
 from curvmon.operators import LinearOperator, between_nodes, gauss_newton, hessian
 from tests.helpers import cases
 
@@ -269,3 +272,27 @@ def test_importing_curvmon_does_not_import_scipy() -> None:
     code = "import curvmon, sys; print('scipy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("vector", "message"),
+    [
+        ([1.0, 2.0], "takes a torch.Tensor, not list"),
+        (torch.ones(3, dtype=torch.complex128), "real vectors"),
+        (torch.tensor([1.0, math.nan, 0.0]), "NaN or infinite"),
+    ],
+)
+def test_vectors_that_cannot_be_multiplied(vector: Any, message: str) -> None:
+    net = nn.Linear(3, 1, bias=False)
+    with (
+        curvmon.operators.hessian(net, torch.ones(2, 3), loss=lambda net, x: net(x).square().mean()) as operator,
+        pytest.raises(InputError, match=message),
+    ):
+        operator.matvec(vector)
+
+
+def test_arrays_with_negative_strides() -> None:
+    net = nn.Linear(3, 1, bias=False).double()
+    with curvmon.operators.hessian(net, torch.eye(3).double(), loss=lambda net, x: net(x).square().mean()) as operator:
+        image = operator.as_linear_operator() @ numpy.array([1.0, 2.0, 3.0])[::-1]
+    assert image == pytest.approx([2.0, 4 / 3, 2 / 3])
