@@ -19,7 +19,6 @@ ALLOWED = {
     ("helpers/logger_readers.py", "sleep"): "polls a file that another process writes",
     ("integrations/lightning/test_ddp.py", "monotonic"): "no progress within PATIENCE is a deadlock",
     ("integrations/lightning/test_ddp.py", "sleep"): "polls the files that other processes write",
-    ("isolation/test_model_state.py", "wait"): "offers a second thread the chance to enter; it must not, however long",
 }
 """(file, what it uses): why no result depends on it"""
 
