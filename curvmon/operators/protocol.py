@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvmon.errors import InputError
+from curvmon.errors import InputError, NonFiniteError
 
 
 class OperatorState:
@@ -96,7 +96,12 @@ class LinearOperator(ABC):
         return self._counted(z.unsqueeze(1)).squeeze(1)
 
     def _counted(self, z: Tensor) -> Tensor:
-        image = self._columns(z.detach().to(self.template))
+        try:
+            image = self._columns(z.detach().to(self.template))
+        except NonFiniteError as error:  # not before: the check of z would be a synchronisation for every HVP
+            if torch.isfinite(z).all():
+                raise
+            raise InputError("the vector has entries that are NaN or infinite") from error
         self._spend(z.shape[1] * self._hvps_per_column)
         return image
 
@@ -111,8 +116,6 @@ class LinearOperator(ABC):
             raise InputError(f"an operator takes a torch.Tensor, not {type(z).__name__}")
         if z.is_complex():
             raise InputError("an operator takes real vectors; apply it to the real and to the imaginary part")
-        if not torch.isfinite(z).all():
-            raise InputError("the vector has entries that are NaN or infinite")
         if not self._state.is_open:
             raise InputError(
                 "the operator is closed: it is valid only within its `with` block, while the model is isolated; "
