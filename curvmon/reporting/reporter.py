@@ -13,6 +13,7 @@ from curvmon.reporting import figures
 from curvmon.reporting.canvas import available
 from curvmon.reporting.console import print_line, summary
 from curvmon.reporting.loggers import Draw, Loggers
+from curvmon.reporting.pictures import PictureSchedule
 from curvmon.reporting.scalars import ALERTS, BY_DISTANCE, EIGENVALUES, SKIPPED, Keys, heatmap_key, scalars
 
 Publish = Callable[[Any, Mapping[str, float]], None]
@@ -29,6 +30,9 @@ class Report:
         log_key_prefix: prefix of every key.
         verbose: whether every measurement is printed.
         publish: adds scalars to `callback_metrics`.
+
+    Attributes:
+        schedule: whether pictures of the last snapshot are due, or have not been drawn.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Report:
         self._verbose = verbose
         self._publish = publish
         self._loggers = Loggers(self._keys)
+        self.schedule = PictureSchedule()
 
     @property
     def lacks_pictures(self) -> bool:
@@ -56,7 +61,7 @@ class Report:
     def write(
         self, trainer: Any, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]
     ) -> None:
-        """Report the last snapshot.
+        """Report the last snapshot; its pictures are left to `draw`.
 
         Args:
             trainer: whose loggers are written to.
@@ -69,22 +74,29 @@ class Report:
         self._publish(trainer, values)
         if trainer.is_global_zero:
             values["epoch"] = float(snapshot.epoch)
+            self._loggers.write(trainer, values, snapshot.step)
             pictures = self._keys.named(self._pictures(snapshots, alerts, fresh))
-            self._loggers.write(trainer, values, pictures, snapshot.step)
+            serious = any(alert.level != "info" for alert in fresh)
+            self.schedule.measured(pictures, snapshot.step, snapshot.seconds, serious)
             if self._verbose:
                 print_line(trainer, summary(snapshot))
+
+    def draw(self, trainer: Any) -> None:
+        """The pictures that have not been drawn, at the step of their measurement."""
+        if self.schedule.undrawn is not None:
+            self._loggers.draw(trainer, *self.schedule.undrawn)
 
     def count(self, trainer: Any, alerts: Sequence[Alert], step: int) -> None:
         """The number of alerts alone, when nothing was measured."""
         if trainer.is_global_zero:
-            self._loggers.write(trainer, self._keys.named({ALERTS: float(len(alerts))}), {}, step)
+            self._loggers.write(trainer, self._keys.named({ALERTS: float(len(alerts))}), step)
 
     def skipped(self, trainer: Any, count: int, step: int) -> None:
         """How many measurements were skipped so far, this one included."""
         values = self._keys.named({SKIPPED: float(count)})
         self._publish(trainer, values)
         if trainer.is_global_zero:
-            self._loggers.write(trainer, values, {}, step)
+            self._loggers.write(trainer, values, step)
 
     def _registered(self) -> list[str]:
         """Metrics may have been unregistered, and processes of `ddp_spawn` start with a fresh registry."""

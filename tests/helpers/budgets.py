@@ -11,6 +11,7 @@ from curvmon import CurvatureMonitor
 from curvmon.integrations.lightning import callback
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.measurement import Attempt, MeasurementRunner, attempt
+from tests.helpers.fake_clock import FakeClock
 
 
 def monitor_with(budget: Budget, attempt: Attempt = attempt, **options: Any) -> CurvatureMonitor:
@@ -18,3 +19,8 @@ def monitor_with(budget: Budget, attempt: Attempt = attempt, **options: Any) -> 
         patch.setattr(callback, "Budget", lambda max_overhead: budget)
         patch.setattr(callback, "MeasurementRunner", partial(MeasurementRunner, attempt=attempt))
         return CurvatureMonitor(**options)
+
+
+def monitor_without_time(**options: Any) -> CurvatureMonitor:
+    """Its clock stands still: drawing takes no time, and every measurement has pictures."""
+    return monitor_with(Budget(0.05, clock=FakeClock()), **options)

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from curvmon import CurvatureMonitor
 from curvmon.records import METRICS
 from curvmon.reporting import figures
 from curvmon.reporting.scalars import picture_keys, scalars
+from tests.helpers.budgets import monitor_without_time
 from tests.helpers.logger_readers import Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
 from tests.helpers.recorders import PictureRecorder, Recorder
 
@@ -113,19 +114,6 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def quiet_wandb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "offline")
-        patch.setenv("WANDB_SILENT", "true")
-        for kind in ("CONFIG", "CACHE", "DATA", "ARTIFACT"):
-            patch.setenv(f"WANDB_{kind}_DIR", str(tmp_path_factory.mktemp(f"wandb_{kind.lower()}")))
-        yield
-        import wandb
-
-        wandb.teardown()
-
-
-@pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, quiet_wandb: None) -> Run:
     folder = tmp_path_factory.mktemp("loggers")
     (folder / "wandb_runs").mkdir()
@@ -138,7 +126,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, quiet_wandb: None) -> Run:
         tensorboard, csv, own = TensorBoardLogger(folder), CSVLogger(folder, name="csv"), PictureRecorder()
         wandb = WandbLogger(project="curvmon", save_dir=folder / "wandb_runs")
         mlflow = MLFlowLogger(tracking_uri=uri)
-        monitor = CurvatureMonitor()
+        monitor = monitor_without_time()
         trainer = fit(monitor, logger=[tensorboard, wandb, csv, mlflow, own], epochs=EPOCHS)
         wandb.experiment.finish()
         return Run(
@@ -507,7 +495,7 @@ class Blind(PictureRecorder):
 
 def test_failing_logger_warns_once_and_others_get_everything() -> None:
     raising, full, blind, other_blind, healthy = Raising(), FullDisk(), Blind(), Blind(), PictureRecorder()
-    monitor = CurvatureMonitor()
+    monitor = monitor_without_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fit(monitor, logger=[raising, full, blind, other_blind, healthy], epochs=EPOCHS)
@@ -553,7 +541,7 @@ def test_picture_that_cannot_be_drawn_is_skipped(monkeypatch: pytest.MonkeyPatch
         raise ValueError("no such font")
 
     monkeypatch.setattr(figures, "heatmap", broken)
-    own, monitor = PictureRecorder(), CurvatureMonitor()
+    own, monitor = PictureRecorder(), monitor_without_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(monitor, logger=own, epochs=2)

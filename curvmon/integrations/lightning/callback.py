@@ -61,7 +61,8 @@ class CurvatureMonitor(CallbackBase):
         max_overhead: measuring takes at most this share of the training time, beyond 30 free seconds; None: no limit.
         rtol: relative standard error at which a measurement stops.
         log_pairs: log every pair as a scalar; "auto": up to six nodes. Means by distance are always logged.
-        heatmaps: also log figures (needs matplotlib).
+        heatmaps: also log figures (needs matplotlib): of the first measurement, of every one with an alert, of the last
+            one, and of as many between them as drawing stays below a tenth of the time of measuring.
         alerts: raise alerts on abrupt changes and on the rules of `AlertRules`; False for none.
         on_alert: a function that is called with every `Alert` (on rank 0), or "stop" or "checkpoint".
         seed: seed of the random probes.
@@ -261,6 +262,9 @@ class CurvatureMonitor(CallbackBase):
         if self._active and (not has_validation(trainer) or ranks_may_skip_validation(trainer, pl_module)):
             # Lightning logs the metrics of an epoch at its last step
             self._on_validated(trainer, pl_module, step=max(0, batches_that_stepped(trainer) - 1))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._recorder.end_training(trainer)
 
     def _on_validated(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
         self._validations += 1

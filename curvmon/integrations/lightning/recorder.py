@@ -75,6 +75,12 @@ class Recorder:
 
     def start_training(self) -> None:
         self.budget.start_training()
+        self.report.schedule.start()
+
+    def end_training(self, trainer: pl.Trainer) -> None:
+        """The last measurement always has pictures."""
+        if self.report.schedule.undrawn is not None:
+            self._draw(trainer)
 
     def start_validation(self) -> None:
         self.runner.probe.start_validation()
@@ -138,7 +144,15 @@ class Recorder:
             self.history.append(replace(snapshot, alerts=len(self.alerting.alerts)))
             self.report.write(trainer, list(self.history), self.alerting.alerts, fresh)
             self.alerting.deliver(trainer, fresh)
+        if self.report.schedule.due:
+            self._draw(trainer)
         return True
+
+    def _draw(self, trainer: pl.Trainer) -> None:
+        before = self.budget.measured
+        with self.budget.reporting():
+            self.report.draw(trainer)
+        self.report.schedule.drew(self.budget.measured - before)
 
     def _target(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Target:
         optimizers = trainer.optimizers
