@@ -7,7 +7,9 @@ most six inches wide: TensorBoard shows pictures at a width of 350 pixels, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +17,17 @@ from torch import Tensor
 
 from curvmon.metrics.registry import PairMetric, pair_metric, pair_metric_names
 from curvmon.records import Measurement, Snapshot
-from curvmon.reporting.canvas import brief, few_ticks, margins, new_figure, short_names, text_width
+from curvmon.reporting.canvas import (
+    KeptFigures,
+    brief,
+    few_ticks,
+    log_ticks,
+    margins,
+    new_figure,
+    short_names,
+    text_width,
+    without_curves,
+)
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 UNDEFINED = "0.85"
@@ -26,7 +38,9 @@ WIDEST_LINEAR = 30.0
 """ratio of the largest eigenvalue in the picture to the smallest λ_1 above which the scale is logarithmic"""
 
 
-def heatmap(measurement: Measurement, metric: str, title: str = "", marked: Sequence[str] = ()) -> Any:
+def heatmap(
+    measurement: Measurement, metric: str, title: str = "", marked: Sequence[str] = (), kept: KeptFigures | None = None
+) -> Any:
     """A pair metric as an n x n matrix of colours with the names of its nodes.
 
     Undefined entries are grey. On a logarithmic scale a zero has the darkest colour, which no other value has then, and
@@ -37,26 +51,25 @@ def heatmap(measurement: Measurement, metric: str, title: str = "", marked: Sequ
         metric: name of a registered pair metric.
         title: above the matrix; by default that of the metric.
         marked: pairs to frame, `"stem--layer4"`.
+        kept: figures of earlier calls, one of which is drawn on again and returned; None: a new one.
     """
-    spec = pair_metric(metric)
+    spec, nodes = pair_metric(metric), measurement.nodes
     matrix = spec.values(measurement)
-    n = len(measurement.nodes)
-    names, shared = short_names(measurement.nodes)
-    numbers, size = n <= MOST_NODES_WITH_NUMBERS, 9 if n <= 6 else 7
-    axes, bar_axes = _square(n, names, title or spec.heading, 9 if numbers else 7, footer=shared)
+    figure = (kept or KeptFigures()).get("heatmap", nodes, partial(_square, nodes))
+    _fit_square(figure, nodes, title or spec.heading)
+    axes, bar = figure.axes
     norm = _norm(matrix, spec)
-    shown = matrix.where(matrix != 0, norm.vmin).where(matrix != math.inf, norm.vmax)
-    image = axes.imshow(shown.numpy(), norm=norm, cmap="viridis", aspect="auto")
-    axes.set_facecolor(UNDEFINED)
-    for i, j in torch.cartesian_prod(torch.arange(n), torch.arange(n)).tolist() if numbers else ():
-        value = matrix[i, j].item()
-        dark = not math.isnan(value) and norm(shown[i, j].item()) < 0.6
-        axes.text(j, i, brief(value), ha="center", va="center", fontsize=size, color="white" if dark else "black")
-    _frame(axes, measurement.nodes, marked)
-    axes.figure.colorbar(image, cax=bar_axes)
-    if spec.log_scale and norm.vmin > 0:
-        few_ticks(bar_axes.yaxis, norm.vmin, norm.vmax)
-    return axes.figure
+    (image,) = axes.images
+    image.set_data(matrix.where(matrix != 0, norm.vmin).where(matrix != math.inf, norm.vmax).numpy())
+    image.set_norm(norm)
+    levels = norm(image.get_array()).filled(1.0).ravel().tolist()
+    for text, value, level in zip(axes.texts, matrix.flatten().tolist(), levels):
+        text.set(text=brief(value), color="white" if level < 0.6 else "black")
+    for frame in list(axes.patches):
+        frame.remove()
+    _frame(axes, nodes, marked)
+    _bar_ticks(bar, norm, len(nodes))
+    return figure
 
 
 def _frame(axes: Any, nodes: Sequence[str], marked: Sequence[str]) -> None:
@@ -70,13 +83,42 @@ def _frame(axes: Any, nodes: Sequence[str], marked: Sequence[str]) -> None:
                 )
 
 
-def _square(n: int, names: Sequence[str], title: str, size: float, footer: str) -> tuple[Any, Any]:
-    """Axes of n x n cells and of their colour bar, with margins as wide as the names.
+def _square(nodes: Sequence[str]) -> Any:
+    """A figure with n x n empty cells and a colour bar; `_fit_square` places them."""
+    names, footer = short_names(nodes)
+    n, size = len(names), _name_size(len(names))
+    figure = new_figure(1, 1)
+    axes, bar = figure.add_axes((0, 0, 1, 1)), figure.add_axes((0, 0, 1, 1))
+    # colours first: they are computed for n x n numbers, not for every pixel
+    style = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest", "interpolation_stage": "rgba"}
+    axes.imshow([[0.0] * n] * n, **style)
+    axes.set_facecolor(UNDEFINED)
+    if n <= MOST_NODES_WITH_NUMBERS:
+        for i, j in product(range(n), repeat=2):
+            axes.text(j, i, "", ha="center", va="center", fontsize=9 if n <= 6 else 7)
+    axes.set_xticks(range(n), names, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
+    axes.set_yticks(range(n), names, fontsize=size)
+    bar.imshow([[i / 255] for i in range(256)], extent=(0, 1, 0, 1), origin="lower", vmin=0, vmax=1, **style)
+    bar.set_xticks([])
+    bar.yaxis.tick_right()
+    bar.tick_params(labelsize=8)
+    figure.text(0.5, 1, "", ha="center", va="center", fontsize=10)
+    figure.text(0.5, 0, footer, ha="center", va="center", fontsize=8, color="0.3")
+    return figure
+
+
+def _name_size(n: int) -> float:
+    return 9 if n <= MOST_NODES_WITH_NUMBERS else 7
+
+
+def _fit_square(figure: Any, nodes: Sequence[str], title: str) -> None:
+    """The size of the figure and the places of its axes, with margins as wide as the names and the title need.
 
     Placed by hand: matplotlib's layout engine draws everything twice, and cuts off long names next to square cells.
     """
-    figure = new_figure(1, 1)
-    longest = max(text_width(figure, name, size) for name in names)
+    names, footer = short_names(nodes)
+    n = len(names)
+    longest = max(text_width(figure, name, _name_size(n)) for name in names)
     left, right, top, slanted = longest + 0.2, 0.9, 0.4, longest * math.sqrt(0.5)
     # the slanted name of the first column reaches to the left of the cells
     left, bottom = max(left, slanted + 0.15), slanted + (0.45 if footer else 0.25)
@@ -84,14 +126,26 @@ def _square(n: int, names: Sequence[str], title: str, size: float, footer: str) 
     spare = max(0.0, max(text_width(figure, title, 10), text_width(figure, footer, 8)) + 0.2 - (left + side + right))
     width, height = left + side + right + spare, bottom + side + top
     figure.set_size_inches(width, height)
-    axes = figure.add_axes((left / width, bottom / height, side / width, side / height))
-    bar = figure.add_axes(((left + side + 0.12) / width, bottom / height, 0.16 / width, side / height))
-    axes.set_xticks(range(n), names, rotation=45, ha="right", rotation_mode="anchor", fontsize=size)
-    axes.set_yticks(range(n), names, fontsize=size)
-    bar.tick_params(labelsize=8)
-    figure.text(0.5, 1 - 0.2 / height, title, ha="center", va="center", fontsize=10)
-    figure.text(0.5, 0.12 / height, footer, ha="center", va="center", fontsize=8, color="0.3")
-    return axes, bar
+    axes, bar = figure.axes
+    axes.set_position((left / width, bottom / height, side / width, side / height))
+    bar.set_position(((left + side + 0.12) / width, bottom / height, 0.16 / width, side / height))
+    above, below = figure.texts
+    above.set(y=1 - 0.2 / height, text=title)
+    below.set_y(0.12 / height)
+
+
+def _bar_ticks(bar: Any, norm: Any, n: int) -> None:
+    """The colour bar goes from 0 to 1, whatever the scale: only the places and labels of its ticks depend on it."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
+
+    locator: Any = MaxNLocator(min(6, 2 + n), steps=[1, 2, 2.5, 5, 10])
+    label: Callable[[float], str] = "{:.4g}".format
+    low, high = norm.vmin, norm.vmax
+    if isinstance(norm, LogNorm):
+        locator, label = log_ticks(low, high)
+    ticks = [value for value in locator.tick_values(low, high) if low <= value <= high]
+    bar.set_yticks([float(norm(value)) for value in ticks], [label(value) for value in ticks])
 
 
 def _norm(matrix: Tensor, spec: PairMetric) -> Any:
@@ -110,7 +164,12 @@ def _norm(matrix: Tensor, spec: PairMetric) -> Any:
     return Normalize(lowest, max(highest, high))
 
 
-def by_distance(measurement: Measurement, title: str = "", metrics: Sequence[str] | None = None) -> Any:
+def by_distance(
+    measurement: Measurement,
+    title: str = "",
+    metrics: Sequence[str] | None = None,
+    kept: KeptFigures | None = None,
+) -> Any:
     """Pair metrics against the distance of two layers: every pair a dot with its standard error, their mean a line.
 
     Zeros are triangles at the lower edge of a logarithmic scale.
@@ -119,21 +178,34 @@ def by_distance(measurement: Measurement, title: str = "", metrics: Sequence[str
         measurement: of n nodes.
         title: above all panels.
         metrics: names of pair metrics, one panel each; None: all that are registered.
+        kept: as in `heatmap`.
     """
     every = pair_metric_names()
     metrics = every if metrics is None else metrics
-    columns, rows = (1, 1) if len(metrics) == 1 else (2, (len(metrics) + 1) // 2)
-    figure = new_figure(max(3.8, 2.8 * columns), 0.8 + 2.0 * rows)
-    margins(figure, left=0.58, right=0.1, bottom=0.5, top=0.75, wspace=0.3, hspace=0.4)
+    headings = tuple(pair_metric(metric).heading for metric in metrics)
+    figure = (kept or KeptFigures()).get("by distance", headings, partial(_panels, headings))
     zeros = False
-    for place, metric in enumerate(metrics):
-        axis = figure.add_subplot(rows, columns, place + 1)
-        zeros |= _distances(axis, measurement, pair_metric(metric), PALETTE[every.index(metric) % len(PALETTE)])
-        if place >= len(metrics) - columns:
-            axis.set_xlabel("distance of the layers")
+    for axis, metric in zip(figure.axes, metrics):
+        zeros |= _distances(
+            without_curves(axis), measurement, pair_metric(metric), PALETTE[every.index(metric) % len(PALETTE)]
+        )
     explained = f"dots: pairs ± standard error, {'triangles: zeros, ' if zeros else ''}line: mean"
     head = f"{title}\n{explained}" if title else explained
     figure.suptitle(head, fontsize=9, y=1 - 0.06 / figure.get_figheight(), va="top")
+    return figure
+
+
+def _panels(headings: Sequence[str]) -> Any:
+    count = len(headings)
+    columns, rows = (1, 1) if count == 1 else (2, (count + 1) // 2)
+    figure = new_figure(max(3.8, 2.8 * columns), 0.8 + 2.0 * rows)
+    margins(figure, left=0.58, right=0.1, bottom=0.5, top=0.75, wspace=0.3, hspace=0.4)
+    for place, heading in enumerate(headings):
+        axis = figure.add_subplot(rows, columns, place + 1)
+        axis.set_title(heading, fontsize=10)
+        axis.grid(alpha=0.3)
+        if place >= count - columns:
+            axis.set_xlabel("distance of the layers")
     return figure
 
 
@@ -173,26 +245,26 @@ def _distances(axis: Any, measurement: Measurement, spec: PairMetric, colour: st
         axis.text(0.5, 0.5, "not defined", ha="center", va="center", transform=axis.transAxes, color="0.4")
     axis.set_xlim(-0.5, n - 0.5)
     axis.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-    axis.set_title(spec.heading, fontsize=10)
-    axis.grid(alpha=0.3)
     return logarithmic and len(zeros) > 0
 
 
-def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: Sequence[int] = ()) -> Any:
+def spectrum_over_time(
+    snapshots: Sequence[Snapshot], title: str = "", alerts: Sequence[int] = (), kept: KeptFigures | None = None
+) -> Any:
     """Extremal eigenvalues, the top one of the Gauss-Newton matrix, and the largest stable sharpness of the optimizer.
 
     Args:
         snapshots: of a run; at least one has a spectrum.
         title: above the curves.
         alerts: steps to mark.
+        kept: as in `heatmap`.
     """
     from matplotlib.ticker import MaxNLocator
 
     measured = [(s.step, s.spectrum) for s in snapshots if s.spectrum is not None]
     spectra = [spectrum for _, spectrum in measured]
-    figure = new_figure(5.4, 4.4)
-    margins(figure, left=0.75, right=0.25, bottom=1.0, top=0.35)
-    axis = figure.add_subplot()
+    figure = (kept or KeptFigures()).get("spectrum", (), _curves)
+    axis = without_curves(figure.axes[0])
     steps = [step for step, _ in measured]
     mark = "." if len(steps) <= 50 else ""
     count = max(len(spectrum.eigenvalues) for spectrum in spectra)
@@ -218,11 +290,18 @@ def spectrum_over_time(snapshots: Sequence[Snapshot], title: str = "", alerts: S
         axis.set_xticks(steps)
     else:
         axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.46, -0.15), frameon=False)
+    axis.set_title(title or "extremal eigenvalues", fontsize=10)
+    return figure
+
+
+def _curves() -> Any:
+    figure = new_figure(5.4, 4.4)
+    margins(figure, left=0.75, right=0.25, bottom=1.0, top=0.35)
+    axis = figure.add_subplot()
     axis.set_xlabel("step")
     axis.set_ylabel("eigenvalue of the loss Hessian")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.46, -0.15), frameon=False)
-    axis.set_title(title or "extremal eigenvalues", fontsize=10)
     return figure
 
 

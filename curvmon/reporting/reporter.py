@@ -10,7 +10,7 @@ from curvmon.errors import warn
 from curvmon.metrics.registry import pair_metric, pair_metric_names
 from curvmon.records import Alert, Snapshot
 from curvmon.reporting import figures
-from curvmon.reporting.canvas import available
+from curvmon.reporting.canvas import KeptFigures, available
 from curvmon.reporting.console import print_line, summary
 from curvmon.reporting.loggers import Draw, Loggers
 from curvmon.reporting.pictures import PictureSchedule
@@ -51,6 +51,7 @@ class Report:
         self._verbose = verbose
         self._publish = publish
         self._loggers = Loggers(self._keys)
+        self._figures = KeptFigures()
         self.schedule = PictureSchedule()
 
     @property
@@ -119,10 +120,10 @@ class Report:
             names = self._registered()
             for name in names:
                 title = f"{pair_metric(name).heading}, {when}"
-                pictures[heatmap_key(name)] = partial(figures.heatmap, measurement, name, title, marked)
+                pictures[heatmap_key(name)] = partial(figures.heatmap, measurement, name, title, marked, self._figures)
             if names:
-                pictures[BY_DISTANCE] = partial(figures.by_distance, measurement, when, names)
+                pictures[BY_DISTANCE] = partial(figures.by_distance, measurement, when, names, self._figures)
         if snapshot.spectrum is not None:
             steps = [alert.step for alert in alerts]
-            pictures[EIGENVALUES] = partial(figures.spectrum_over_time, snapshots, "", steps)
+            pictures[EIGENVALUES] = partial(figures.spectrum_over_time, snapshots, "", steps, self._figures)
         return pictures

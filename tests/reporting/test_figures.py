@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
+import random
 import subprocess
 import sys
 import weakref
@@ -20,7 +23,7 @@ import torch
 from curvmon.metrics.registry import pair_metric
 from curvmon.records import METRICS, Metric, Snapshot
 from curvmon.reporting import figures
-from curvmon.reporting.canvas import brief, pixels, plain, short_names
+from curvmon.reporting.canvas import KeptFigures, brief, pixels, plain, short_names
 from tests.helpers.synthetic_records import synthetic_measurement, synthetic_spectra
 
 LONG = [f"model.encoder.layers.{i}.self_attn.out_proj" for i in range(6)]
@@ -329,6 +332,59 @@ def test_figures_do_not_accumulate() -> None:
     del figure
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_figures_that_are_drawn_on_again_have_the_same_pixels(seed: int) -> None:
+    """Whatever was on them before: other metrics, scales, frames, titles, networks, alerts."""
+    kept, order = KeptFigures(), random.Random(seed)
+    gap = synthetic_measurement(4).gn_gap.clone()
+    gap[3], gap[:, 3], gap[0, 1], gap[1, 2] = 0.0, 0.0, math.nan, math.inf
+    nothing = torch.full((4, 4), math.nan, dtype=torch.float64)
+    measured = [
+        synthetic_measurement(4),
+        synthetic_measurement(4, gn_gap=gap, coupling=3 * synthetic_measurement(4).coupling),
+        synthetic_measurement(4, gn_gap=0 * nothing.nan_to_num()),
+        synthetic_measurement(4, gn_gap=nothing),
+        synthetic_measurement(4, resonance=synthetic_measurement(4).resonance ** 9),
+        synthetic_measurement(4, LONG[:4]),
+        synthetic_measurement(12),
+    ]
+    pairs = ["layer1--layer1", "layer2--layer4"]
+    draws: list[Callable[..., Any]] = [
+        *(partial(figures.heatmap, m, metric, title, marked) for m in measured for metric in METRICS
+          for title, marked in (("", ()), ("a title much longer than its picture is wide", pairs))),
+        *(partial(figures.by_distance, m, title, metrics) for m in measured for title in ("", "step 12")
+          for metrics in (None, METRICS[::-1], METRICS[:1])),
+        *(partial(figures.spectrum_over_time, synthetic_spectra(n, rise, count, ratio), title, alerts)
+          for n in (1, 2, 60) for rise, ratio, count in ((1.1, 0.5, 5), (3.0, 0.5, 2), (1.1, math.nan, 1))
+          for title, alerts in (("", ()), ("title", (0, 100)))),
+    ]  # fmt: skip
+    order.shuffle(draws)
+    for draw in draws[:60]:
+        assert np.array_equal(drawn(draw(kept=kept)), drawn(draw())), draw
+
+
+def test_kept_figures_are_the_same_objects_and_stay_few() -> None:
+    kept, found, other = KeptFigures(), synthetic_measurement(3), synthetic_measurement(4)
+    first = figures.heatmap(found, "resonance", kept=kept)
+    assert figures.heatmap(found, "coupling", kept=kept) is first
+    gone = weakref.ref(first)
+    del first
+    figures.by_distance(found, kept=kept)
+    assert gone() is not None
+    figures.heatmap(other, "resonance", kept=kept)
+    gc.collect()
+    assert gone() is None
+
+
+def test_kept_figures_are_not_copied() -> None:
+    """Spawned processes get a copy of the monitor; parts of a figure cannot be pickled."""
+    kept = KeptFigures()
+    first = figures.spectrum_over_time(synthetic_spectra(40, 1.3), kept=kept)
+    for copied in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        assert figures.spectrum_over_time(synthetic_spectra(40, 1.3), kept=copied) is not first
 
 
 @pytest.mark.slow
