@@ -2,13 +2,16 @@
 
     seconds of drawing so far + seconds of the last drawing ≤ 0.1 · seconds of measuring so far
 
-says whether a measurement between them has pictures; one in fifty has, whatever the seconds.
+says whether a measurement between them has pictures, those that have changed; one in fifty has, whatever the seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from curvmon.reporting.loggers import Draw
 
@@ -18,10 +21,17 @@ MOST_WITHOUT = 50
 """measurements after which pictures are drawn again, however cheap the measurements are"""
 
 
-class Undrawn(NamedTuple):
-    """Pictures of one measurement, and its step."""
+class Picture(NamedTuple):
+    """`content`: the numbers in it; None if it differs every time."""
 
-    pictures: Mapping[str, Draw]
+    draw: Draw
+    content: Tensor | None = None
+
+
+class Undrawn(NamedTuple):
+    """Pictures of one measurement, by key, and its step."""
+
+    pictures: Mapping[str, Picture]
     step: int
 
 
@@ -38,6 +48,8 @@ class PictureSchedule:
         self.due = False
         self._without: int | None = None
         """measurements since the last one with pictures; None before the first one"""
+        self._contents: dict[str, Tensor | None] = {}
+        """of the pictures that were drawn last"""
         self._measured = 0.0
         self._drawn = 0.0
         self._last = 0.0
@@ -47,17 +59,25 @@ class PictureSchedule:
         """Training starts: its first measurement has pictures, and what was not drawn before is out of date."""
         self.undrawn, self.due, self._without = None, False, None
 
-    def measured(self, pictures: Mapping[str, Draw], step: int, seconds: float, alert: bool) -> None:
+    def measured(self, pictures: Mapping[str, Picture], step: int, seconds: float, alert: bool) -> None:
         """A measurement, which took some seconds and may have raised an alert, and what it would show."""
-        self.undrawn = Undrawn(pictures, step) if pictures else None
         self._measured += seconds
         required = alert or self._without is None or self._without + 1 >= MOST_WITHOUT
         affordable = self._drawn + self._last <= MAX_SHARE * self._measured
+        if affordable and not required:
+            pictures = {key: picture for key, picture in pictures.items() if self._has_changed(key, picture)}
+        self.undrawn = Undrawn(pictures, step) if pictures else None
         self.due = self.undrawn is not None and (required or affordable)
         self._without = (self._without or 0) + 1
 
     def drew(self, seconds: float) -> None:
         """They are drawn, which took some seconds."""
+        if self.undrawn is not None:
+            self._contents.update({key: picture.content for key, picture in self.undrawn.pictures.items()})
         self.undrawn, self.due, self._without = None, False, 0
         self._drawn += seconds
         self._last = seconds
+
+    def _has_changed(self, key: str, picture: Picture) -> bool:
+        before = self._contents.get(key)
+        return before is None or picture.content is None or not torch.equal(before, picture.content)

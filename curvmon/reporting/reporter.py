@@ -12,8 +12,8 @@ from curvmon.records import Alert, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import KeptFigures, available
 from curvmon.reporting.console import print_line, summary
-from curvmon.reporting.loggers import Draw, Loggers
-from curvmon.reporting.pictures import PictureSchedule
+from curvmon.reporting.loggers import Loggers
+from curvmon.reporting.pictures import Picture, PictureSchedule
 from curvmon.reporting.scalars import ALERTS, BY_DISTANCE, EIGENVALUES, SKIPPED, Keys, heatmap_key, scalars
 
 Publish = Callable[[Any, Mapping[str, float]], None]
@@ -85,7 +85,8 @@ class Report:
     def draw(self, trainer: Any) -> None:
         """The pictures that have not been drawn, at the step of their measurement."""
         if self.schedule.undrawn is not None:
-            self._loggers.draw(trainer, *self.schedule.undrawn)
+            pictures, step = self.schedule.undrawn
+            self._loggers.draw(trainer, {key: picture.draw for key, picture in pictures.items()}, step)
 
     def count(self, trainer: Any, alerts: Sequence[Alert], step: int) -> None:
         """The number of alerts alone, when nothing was measured."""
@@ -109,21 +110,23 @@ class Report:
 
     def _pictures(
         self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]
-    ) -> dict[str, Draw]:
+    ) -> dict[str, Picture]:
         if not self._heatmaps or not available():
             return {}
-        pictures: dict[str, Draw] = {}
+        pictures: dict[str, Picture] = {}
         snapshot = snapshots[-1]
         measurement, when = snapshot.measurement, f"step {snapshot.step}"
         marked = [pair for alert in fresh if alert.level != "info" for pair in (alert.where, *alert.others)]
         if measurement is not None:
             names = self._registered()
             for name in names:
-                title = f"{pair_metric(name).heading}, {when}"
-                pictures[heatmap_key(name)] = partial(figures.heatmap, measurement, name, title, marked, self._figures)
+                spec = pair_metric(name)
+                title = f"{spec.heading}, {when}"
+                draw = partial(figures.heatmap, measurement, name, title, marked, self._figures)
+                pictures[heatmap_key(name)] = Picture(draw, spec.values(measurement))
             if names:
-                pictures[BY_DISTANCE] = partial(figures.by_distance, measurement, when, names, self._figures)
+                pictures[BY_DISTANCE] = Picture(partial(figures.by_distance, measurement, when, names, self._figures))
         if snapshot.spectrum is not None:
             steps = [alert.step for alert in alerts]
-            pictures[EIGENVALUES] = partial(figures.spectrum_over_time, snapshots, "", steps, self._figures)
+            pictures[EIGENVALUES] = Picture(partial(figures.spectrum_over_time, snapshots, "", steps, self._figures))
         return pictures

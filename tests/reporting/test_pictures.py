@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
+from torch import nn
 
 from curvmon import CurvatureMonitor
 from curvmon.alerts.rules import AlertRules
@@ -17,12 +19,13 @@ from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import Failure
 from curvmon.monitor.measurement import Outcome, attempt
 from curvmon.reporting import figures
-from curvmon.reporting.pictures import MAX_SHARE, MOST_WITHOUT, PictureSchedule
+from curvmon.reporting.pictures import MAX_SHARE, MOST_WITHOUT, Picture, PictureSchedule
 from curvmon.reporting.scalars import picture_keys
-from tests.helpers.budgets import monitor_with
+from tests.helpers.budgets import monitor_with, monitor_without_time
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.lightning_runs import run
 from tests.helpers.logger_readers import TensorBoard, Wandb
+from tests.helpers.module_zoo import Regression
 from tests.helpers.recorders import PictureRecorder
 
 # ---- the schedule alone ----
@@ -32,7 +35,7 @@ def drawn_at(count: int, measuring: float, drawing: float, alerts: tuple[int, ..
     schedule, places = PictureSchedule(), []
     schedule.start()
     for i in range(count):
-        schedule.measured({"key": lambda: None}, i, measuring, alert=i in alerts)
+        schedule.measured({"key": Picture(lambda: None)}, i, measuring, alert=i in alerts)
         if schedule.due:
             places.append(i)
             schedule.drew(drawing)
@@ -68,6 +71,29 @@ def test_nothing_to_draw_is_never_due() -> None:
     schedule.start()
     schedule.measured({}, 0, 1.0, alert=True)
     assert not schedule.due and schedule.undrawn is None
+
+
+def test_only_what_has_changed_is_drawn_between() -> None:
+    schedule = PictureSchedule()
+    schedule.start()
+
+    def keys(content: float, alert: bool = False) -> set[str]:
+        pictures = {"same": Picture(lambda: None, torch.zeros(2, 2)), "new": Picture(lambda: None)}
+        pictures["some"] = Picture(lambda: None, torch.full((2, 2), content))
+        schedule.measured(pictures, 0, 1.0, alert)
+        assert schedule.due and schedule.undrawn is not None
+        drawn = set(schedule.undrawn.pictures)
+        schedule.drew(0.0)
+        return drawn
+
+    everything = {"same", "new", "some"}
+    assert keys(1.0) == everything
+    assert keys(2.0) == {"new", "some"}
+    assert keys(2.0) == {"new"}
+    assert keys(2.0, alert=True) == everything
+    assert keys(1.0) == {"new", "some"}  # compared with what is shown, not with the last measurement
+    schedule.start()
+    assert keys(1.0) == everything
 
 
 # ---- in a run ----
@@ -137,6 +163,22 @@ def test_no_heatmaps_no_drawing(timed: Any, monkeypatch: pytest.MonkeyPatch) -> 
         warnings.simplefilter("error", UserWarning)
         run(timed(heatmaps=False), epochs=4, logger=own)
     assert own.images == {} and len(own.measured()) == 5
+
+
+@pytest.mark.slow
+def test_constant_heatmap_is_drawn_at_the_first_measurement_only() -> None:
+    """With ReLU, the GN-Gap is zero between all layers: nothing new to see."""
+    own = PictureRecorder()
+
+    class PiecewiseLinear(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    run(monitor_without_time(eigenvalues=1), epochs=3, logger=own, module=PiecewiseLinear)
+    steps = {key: list(by_step) for key, by_step in own.images.items()}
+    assert steps.pop("heatmap/gn_gap") == STEPS[:1]
+    assert steps == {key: STEPS[:4] for key in picture_keys() if key != "heatmap/gn_gap"}
 
 
 @pytest.mark.slow
