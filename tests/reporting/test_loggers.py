@@ -509,6 +509,7 @@ def test_failing_logger_warns_once_and_others_get_everything() -> None:
     assert healthy.measured() == blind.measured() == other_blind.measured() == expected(monitor)
     assert {key: list(by_step) for key, by_step in healthy.images.items()} == {key: STEPS for key in PICTURES}
     assert len(full.measured()) == len(STEPS)  # tried again every time
+    assert full.images == {}  # a lost connection would keep training waiting for every one
     assert raising.measured() == [] and len(raising.measured("val_loss")) == EPOCHS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +19,18 @@ from curvmon.alerts.rules import AlertRules
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import Failure
 from curvmon.monitor.measurement import Outcome, attempt
+from curvmon.records import METRICS, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.pictures import MAX_SHARE, MOST_WITHOUT, Picture, PictureSchedule
-from curvmon.reporting.scalars import picture_keys
+from curvmon.reporting.reporter import Report
+from curvmon.reporting.scalars import EIGENVALUES, picture_keys
 from tests.helpers.budgets import monitor_with, monitor_without_time
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.lightning_runs import run
 from tests.helpers.logger_readers import TensorBoard, Wandb
 from tests.helpers.module_zoo import Regression
 from tests.helpers.recorders import PictureRecorder
+from tests.helpers.synthetic_records import synthetic_measurement
 
 # ---- the schedule alone ----
 
@@ -142,6 +146,20 @@ def test_first_last_and_alerts_have_pictures(timed: Any, tmp_path: Path, quiet_w
     steps = [STEPS[i] for i in (0, 3, 7, 9, 12, 13)]
     for pictures in (own.images, TensorBoard(board.log_dir).pictures(), Wandb(tmp_path / "wandb_runs").pictures()):
         assert {key: sorted(by_step) for key, by_step in pictures.items()} == dict.fromkeys(picture_keys(), steps)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_has_pictures(rank: int) -> None:
+    report = Report(METRICS, "auto", True, "", False, publish=lambda trainer, values: None)
+    report.schedule.start()
+    own = PictureRecorder()
+    trainer = SimpleNamespace(is_global_zero=rank == 0, loggers=[own])
+    report.write(trainer, [Snapshot(step=7, epoch=1, measurement=synthetic_measurement(2))], [], [])
+    assert report.schedule.due == (rank == 0)
+    report.draw(trainer)
+    assert {key: list(by_step) for key, by_step in own.images.items()} == {
+        key: [7] for key in picture_keys() if rank == 0 and key != EIGENVALUES
+    }
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ class Recorder:
         if self.budget.skipped == 1 and trainer.is_global_zero:
             log.info(
                 "curvmon skips measurements to stay within max_overhead=%g of the training time beyond 30 s; "
-                "max_overhead=None measures at every validation, heatmaps=False and fewer nodes make it cheaper",
+                "max_overhead=None measures at every validation, fewer eigenvalues and fewer nodes make it cheaper",
                 self.budget.max_overhead,
             )
 
