@@ -16,6 +16,12 @@ _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
 """97.5 % quantiles of Student's t distribution over _Z, for one to four degrees of freedom"""
 
 
+NOT_FINITE = (
+    "a Hessian-vector product is not finite although the loss is; "
+    "look for sqrt, norm or log at zero, or overflow in low precision"
+)
+
+
 def small_sample_factor(degrees_of_freedom: int) -> float:
     """t / z, the 97.5 % quantiles of Student's t and of the normal distribution.
 
@@ -56,10 +62,7 @@ def norm_squared(x: Tensor) -> float:
 def check_finite(products: Sequence[Tensor]) -> None:
     """Raise `NonFiniteError` if a Hessian-vector product is not finite."""
     if not all(torch.isfinite(product).all() for product in products):
-        raise NonFiniteError(
-            "a Hessian-vector product is not finite although the loss is; "
-            "look for sqrt, norm or log at zero, or overflow in low precision"
-        )
+        raise NonFiniteError(NOT_FINITE)
 
 
 def gaussian(like: Tensor, count: int, generator: torch.Generator) -> Tensor:

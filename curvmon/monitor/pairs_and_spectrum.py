@@ -106,7 +106,7 @@ def measure_spectrum(
     if share < 1:
         result = replace(result, notes=(*result.notes, "trace and Gauss-Newton eigenvalue skipped to save time"))
     # on the CPU: until the next measurement, training needs the memory of the device
-    return result.without_vectors(), result.start_vector().cpu()
+    return result.without_vectors(), result.start_vectors().cpu()
 
 
 def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:

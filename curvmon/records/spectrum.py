@@ -92,8 +92,10 @@ class Spectrum:
         smallest: the smallest one.
         residuals: ‖Hv - λv‖ for each of `eigenvalues`.
         converged: whether each residual is below the tolerance.
-        smallest_converged: whether the residual of `smallest` is below the tolerance.
+        smallest_residual: ‖Hv - λv‖ for `smallest`.
+        smallest_converged: whether it is below the tolerance.
         eigenvectors: unit columns for `eigenvalues`, (d, k), on the device of the parameters.
+        smallest_eigenvector: the unit vector that belongs to `smallest`.
         ggn_eigenvalue: the largest one of the Gauss-Newton matrix J^T S J; NaN where the output of the network is not
             identified.
         ggn_error: |λ_1 - ggn_eigenvalue| / λ_1.
@@ -105,6 +107,7 @@ class Spectrum:
             preconditioner; above one, steps overshoot.
         parameters: names, in the order of the entries of θ.
         loss: the loss of the batch.
+        gradient_norm: ‖dL/dθ‖.
         hvps: products with H or its Gauss-Newton part that were computed.
         seconds: wall-clock time.
         notes: what a reader of the numbers has to know.
@@ -117,8 +120,10 @@ class Spectrum:
     smallest: float
     residuals: Tensor
     converged: Tensor
+    smallest_residual: float
     smallest_converged: bool
     eigenvectors: Tensor
+    smallest_eigenvector: Tensor
     ggn_eigenvalue: float
     ggn_error: float
     trace: float
@@ -128,6 +133,7 @@ class Spectrum:
     stability_ratio: float
     parameters: tuple[str, ...]
     loss: float
+    gradient_norm: float
     hvps: int
     seconds: float
     notes: tuple[str, ...] = ()
@@ -135,13 +141,14 @@ class Spectrum:
     phi: float = math.nan
     phi_stderr: float = math.nan
 
-    def start_vector(self) -> Tensor:
-        """Warm start for a later search: the sum of the eigenvectors."""
-        return self.eigenvectors.sum(1)
+    def start_vectors(self) -> Tensor:
+        """Warm start for a later search: the eigenvectors of both ends, (d, k + 1)."""
+        return torch.cat([self.eigenvectors, self.smallest_eigenvector.unsqueeze(1)], dim=1)
 
     def without_vectors(self) -> Spectrum:
         """A copy without the eigenvectors, which take k times the memory of the parameters."""
-        return replace(self, eigenvectors=self.eigenvectors.new_zeros((len(self.eigenvectors), 0), device="cpu"))
+        none = self.eigenvectors.new_zeros((0,), device="cpu")
+        return replace(self, eigenvectors=none.reshape(0, 0), smallest_eigenvector=none)
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Spectrum:
@@ -156,6 +163,7 @@ class Spectrum:
             residuals=to_matrix(state["residuals"]),
             converged=torch.tensor(state["converged"], dtype=torch.bool, device="cpu"),
             eigenvectors=torch.zeros((0, 0), device="cpu"),
+            smallest_eigenvector=torch.zeros((0,), device="cpu"),
             density=None,
         )
 
@@ -176,6 +184,7 @@ class Spectrum:
             "residuals": self.residuals.tolist(),
             "converged": self.converged.tolist(),
             "smallest": self.smallest,
+            "smallest_residual": self.smallest_residual,
             "smallest_converged": self.smallest_converged,
             "ggn_eigenvalue": self.ggn_eigenvalue,
             "ggn_error": self.ggn_error,
@@ -188,6 +197,7 @@ class Spectrum:
             "phi": self.phi,
             "phi_stderr": self.phi_stderr,
             "loss": self.loss,
+            "gradient_norm": self.gradient_norm,
             "hvps": self.hvps,
             "seconds": self.seconds,
             "notes": list(self.notes),
@@ -204,7 +214,8 @@ class Spectrum:
             [
                 f"Spectrum: loss {self.loss:.4g}, {self.hvps} HVPs, {self.seconds:.1f} s",
                 *values,
-                f"  smallest {with_error(self.smallest, 0.0)}{'' if self.smallest_converged else '  not converged'}",
+                f"  smallest {with_error(self.smallest, self.smallest_residual)}"
+                + ("" if self.smallest_converged else "  not converged"),
                 f"  GGN λ_1  {with_error(self.ggn_eigenvalue, 0.0)}",
                 f"  trace    {with_error(self.trace, self.trace_stderr)}",
                 *([] if math.isnan(self.stability_ratio) else [f"  of the stability limit {self.stability_ratio:.3g}"]),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvmon.numerics import gaussian, norm, small_sample_factor
-from curvmon.operators.protocol import SymmetricOperator
+from curvmon.operators.protocol import SymmetricOperator, by_columns
 from curvmon.records import Density
-from curvmon.spectrum.lanczos import Lanczos, Product
+from curvmon.spectrum.krylov_space import KrylovSpace, RitzPairs
+
+Product = Callable[[Tensor], Tensor]
 
 EXTRA_VECTORS = 20
 """basis vectors beyond k; they bound the memory"""
@@ -25,25 +29,66 @@ MIN_VERIFICATION_STEPS = 8
 
 
 class Eigenpairs(NamedTuple):
-    """The k largest eigenvalues in descending order, then the smallest one, with residuals and unit eigenvectors."""
+    """The k largest eigenvalues in descending order, then the smallest one, with residuals and unit eigenvectors.
+
+    `converged`: whether each of them is as exact as the search wants.
+    """
 
     values: Tensor
     residuals: Tensor
     vectors: list[Tensor]
-
-    def converged(self, rtol: float, k: int) -> Tensor:
-        return self.residuals <= tolerances(self.values, rtol, k)
+    converged: Tensor
 
 
-def tolerances(values: Tensor, rtol: float, k: int) -> Tensor:
-    """Largest residual that counts as converged: rtol |λ_i| for the first k, rtol max|λ| for the smallest eigenvalue.
+class Accuracy(NamedTuple):
+    """When an eigenvalue counts as converged: its error is below a share of its own magnitude.
 
-    The smallest eigenvalue is often part of the bulk around zero. What matters is its size compared with λ_1.
+    The error is the residual r: an eigenvalue lies within that distance. `by_gap`: min(r, r²/gap) instead, an estimate
+    to second order, where the gap is the distance to the next eigenvalue that is not wanted.
+
+    Attributes:
+        first: share for the largest eigenvalue.
+        others: share for the others of the k largest.
+        smallest: share for the smallest eigenvalue; `smallest_floor` replaces its magnitude where that is smaller.
+        smallest_floor: as a share of the largest magnitude. The smallest eigenvalue is often part of the bulk around
+            zero: what matters is its size compared with λ_1.
+        by_gap: estimate the errors.
     """
-    largest = values.abs().max()
-    allowed = torch.maximum(rtol * values.abs(), min(rtol, FLOOR) * largest)
-    allowed[k:] = rtol * largest
-    return allowed
+
+    first: float
+    others: float
+    smallest: float
+    smallest_floor: float = 1.0
+    by_gap: bool = False
+
+    @classmethod
+    def of_residuals(cls, rtol: float) -> Accuracy:
+        return cls(rtol, rtol, rtol)
+
+    def tolerances(self, values: Tensor, k: int) -> Tensor:
+        """For the k largest values and the smallest one."""
+        sizes = values.abs()
+        largest = sizes.max()
+        shares = torch.full_like(values, self.others)
+        shares[:1], shares[k:] = self.first, self.smallest
+        sizes[k:] = sizes[k:].clamp_min(self.smallest_floor * largest)
+        return torch.maximum(shares * sizes, min(self.first, FLOOR) * largest)
+
+    def errors(self, ritz: RitzPairs, chosen: list[int], k: int) -> Tensor:
+        """Of the chosen Ritz values: the k largest and the smallest one."""
+        values, residuals = ritz.values, ritz.residuals
+        if not self.by_gap:
+            return residuals[chosen]
+        errors = []
+        for place, i in enumerate(chosen):
+            # the largest value that is not wanted, the smallest but one: with their own errors, they may be closer
+            other = len(values) - 1 - k if place < k else 1
+            gap = 0.0
+            if 0 <= other < len(values):
+                gap = (values[i] - values[other]).abs().item() - residuals[other].item()
+            r = residuals[i].item()
+            errors.append(r if gap <= r else r * r / gap)
+        return torch.tensor(errors, dtype=torch.float64, device="cpu")
 
 
 class EigenvalueSearch:
@@ -56,7 +101,7 @@ class EigenvalueSearch:
         self,
         operator: SymmetricOperator,
         k: int,
-        rtol: float,
+        accuracy: Accuracy,
         limit: int,
         generator: torch.Generator,
         smallest: bool = True,
@@ -64,36 +109,49 @@ class EigenvalueSearch:
         """`limit`: of all products of the operator. `smallest`: the smallest eigenvalue has to converge, too."""
         self._operator = operator
         self._k = min(k, operator.size)
-        self._rtol = rtol
+        self._accuracy = accuracy
         self._limit = limit
         self._generator = generator
         self._required = self._k + 1 if smallest else self._k
         self.capacity = self._k + EXTRA_VECTORS - 3
         """vectors of one Krylov space"""
 
-    def eigenpairs(self, start: Tensor | None, verify: bool) -> tuple[Eigenpairs, bool]:
+    def eigenpairs(self, starts: Tensor | None, verify: bool) -> tuple[Eigenpairs, bool]:
         """Extremal eigenpairs, and whether another start found nothing else."""
-        return self.verified(self.extract(self.krylov_space(start)), verify)
+        return self.verified(self.extract(self.krylov_space(starts)), verify)
 
-    def krylov_space(self, start: Tensor | None) -> Lanczos:
-        """Lanczos steps until the k largest eigenvalues and the smallest one have converged, or to the limit."""
-        space = Lanczos(self._operator.matvec, self._perturbed(start), capacity=self.capacity)
-        while not space.exhausted and space.products < self._limit:
-            space.step(self._k + 3, 2)
-            ritz = space.ritz_pairs(self._k, 1)
-            if len(space.basis) > self._k and self._have_converged(ritz.values, ritz.residuals):
+    def krylov_space(self, starts: Tensor | None) -> KrylovSpace:
+        """Products until the k largest eigenvalues and the smallest one have converged, or to the limit.
+
+        First with all of the starting vectors (rows; None: a random one), then with one residual after the other.
+        """
+        space = KrylovSpace(self._operator.matmat, self._random() if starts is None else starts)
+        space.expand()
+        while not space.exhausted and self._operator.products < self._limit:
+            self._restart_if_full(space, self.capacity, self._k + 3, 2)
+            ritz = space.ritz_pairs()
+            chosen = _extremal(len(ritz.values), self._k, 1)
+            excess = self._errors_per_tolerance(ritz, chosen)[: self._required]
+            if len(chosen) > self._k and excess.max() <= 1:
                 break
+            space.expand(ritz.directions[:, [chosen[int(excess.argmax())]]])
         return space
 
-    def extract(self, space: Lanczos) -> Eigenpairs:
-        """The Ritz pairs of a Krylov space, which cannot be used afterwards."""
-        ritz = space.ritz_pairs(self._k, 1)
-        return Eigenpairs(ritz.values, ritz.residuals, space.replace_basis(self._k, 1))
+    def _errors_per_tolerance(self, ritz: RitzPairs, chosen: list[int]) -> Tensor:
+        return self._accuracy.errors(ritz, chosen, self._k) / self._accuracy.tolerances(ritz.values[chosen], self._k)
+
+    def extract(self, space: KrylovSpace) -> Eigenpairs:
+        """The Ritz pairs of a Krylov space, which is left with them alone."""
+        ritz = space.ritz_pairs()
+        chosen = _extremal(len(ritz.values), self._k, 1)
+        converged = self._errors_per_tolerance(ritz, chosen) <= 1
+        space.restart(ritz.coefficients[:, chosen])
+        return Eigenpairs(ritz.values[chosen], ritz.residuals[chosen], space.basis.rows(), converged)
 
     def verified(self, pairs: Eigenpairs, verify: bool) -> tuple[Eigenpairs, bool]:
         """Run `verify` on converged eigenpairs, if asked for or if some are missing."""
         missing = len(pairs.values) < self._k  # an invariant space that is too small
-        if (verify or missing) and self._have_converged(pairs.values, pairs.residuals):
+        if (verify or missing) and pairs.converged[: self._required].all():
             return self.verify(pairs)
         return pairs, False
 
@@ -105,20 +163,20 @@ class EigenvalueSearch:
         last start found nothing.
         """
         while len(pairs.values) < self._operator.size:
-            scale = tolerances(pairs.values, self._rtol, self._k).min().item()
-            space = Lanczos(self._operator.matvec, self._random(), capacity=EXTRA_VECTORS - 4, locked=pairs.vectors)
+            scale = self._accuracy.tolerances(pairs.values, self._k).min().item()
+            space = KrylovSpace(self._operator.matmat, self._random(), locked=pairs.vectors)
             converged = space.exhausted
+            # the smallest eigenvalue counts only if it is required
+            bottom = self._required - self._k
             while not (space.exhausted or converged) and self._operator.products < self._limit:
-                space.step(3, 2)
+                self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 2)
+                space.expand()
                 if space.products >= MIN_VERIFICATION_STEPS:
-                    # the smallest eigenvalue counts only if it is required
-                    residuals = space.ritz_pairs(1, self._required - self._k).residuals
-                    converged = bool((residuals <= scale).all())
-            if not space.basis:
+                    ritz = space.ritz_pairs()
+                    converged = bool((ritz.residuals[_extremal(len(ritz.values), 1, bottom)] <= scale).all())
+            if not len(space.basis):
                 return pairs, False
-            ritz = space.ritz_pairs(1, 1)
-            others = Eigenpairs(ritz.values, ritz.residuals, space.replace_basis(1, 1))
-            merged = self._merged(pairs, others)
+            merged = self._merged(pairs, space)
             if not self._differ(pairs, merged, scale):
                 return pairs, converged or space.exhausted
             pairs = merged
@@ -128,14 +186,16 @@ class EigenvalueSearch:
         """The largest eigenvalue of another operator and whether it has converged; `start` approximates its vector."""
         # an exact eigenvector, but of another eigenvalue, would end the search: add a random vector of the same size
         random = self._random()
-        start = start + random / torch.linalg.vector_norm(random)
-        space = Lanczos(product, start, capacity=EXTRA_VECTORS - 4)
+        space = KrylovSpace(partial(by_columns, product), start + random / torch.linalg.vector_norm(random))
         while not space.exhausted and space.products < self._limit:
-            space.step(3, 0)
-            ritz = space.ritz_pairs(1, 0)
-            if ritz.residuals[0] <= self._rtol * ritz.values.abs().max():
-                return ritz.values[0].item(), True
-        return (space.ritz_pairs(1, 0).values[0].item() if space.basis else 0.0), space.exhausted
+            self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 0)
+            space.expand()
+            ritz = space.ritz_pairs()
+            chosen = _extremal(len(ritz.values), 1, 0)
+            error = self._accuracy.errors(ritz, chosen, 1).item()
+            if error <= self._accuracy.first * ritz.values.abs().max():
+                return ritz.values[-1].item(), True
+        return (space.ritz_pairs().values[-1].item() if space.products else 0.0), space.exhausted
 
     def density(self) -> Density:
         """Stochastic Lanczos quadrature (Ubaru, Chen & Saad 2017; Ghorbani et al. 2019 for neural networks).
@@ -145,15 +205,15 @@ class EigenvalueSearch:
         """
         values, weights = [], []
         for _ in range(DENSITY_RUNS):
-            space = Lanczos(self._operator.matvec, self._random(), capacity=DENSITY_STEPS)
+            space = KrylovSpace(self._operator.matmat, self._random())
             while not space.exhausted and space.products < DENSITY_STEPS:
-                space.step(1, 1)
-            nodes, vectors = torch.linalg.eigh(space.projected)
-            values.append(nodes)
-            weights.append(vectors[0].square() / DENSITY_RUNS)
+                space.expand()
+            ritz = space.ritz_pairs()
+            values.append(ritz.values)
+            weights.append(ritz.coefficients[0].square() / DENSITY_RUNS)
         return Density(torch.cat(values), torch.cat(weights))
 
-    def deflated_trace(self, space: Lanczos) -> tuple[float, float]:
+    def deflated_trace(self, space: KrylovSpace) -> tuple[float, float]:
         """tr H = tr Q^T H Q + d E u^T H u and its standard error; one product per probe.
 
         Q is the basis of the Krylov space, u a random unit vector in its complement of dimension d: Girard's (1989)
@@ -167,7 +227,7 @@ class EigenvalueSearch:
         probes: list[Tensor] = []
         samples = []
         for _ in range(min(TRACE_PROBES, dimensions)):
-            probe, _ = space.orthogonalised(self._random())
+            probe = space.orthogonalised(self._random()).squeeze(0)
             # orthogonal to each other: sampling without replacement. In many dimensions they are almost so anyway
             for earlier in [*probes, *probes]:
                 probe = probe - earlier.dot(probe) * earlier
@@ -183,32 +243,46 @@ class EigenvalueSearch:
         spread = values.std().item() * math.sqrt((1 - len(values) / dimensions) / len(values))
         return total, math.hypot(dimensions * spread * small_sample_factor(len(values) - 1), rounding)
 
-    def _random(self) -> Tensor:
-        return gaussian(self._operator.template.expand(self._operator.size), 1, self._generator).squeeze(1)
-
-    def _perturbed(self, start: Tensor | None) -> Tensor:
-        """The start with a random component: it may be orthogonal to a new leading eigenvector."""
+    def perturbed(self, start: Tensor) -> Tensor:
+        """The start with a random component, as a row: it may be orthogonal to a new leading eigenvector."""
         random = self._random()
-        if start is None:
-            return random
         mixed: Tensor = start / norm(start) + 0.1 * random / norm(random)
         return mixed
 
-    def _have_converged(self, values: Tensor, residuals: Tensor) -> bool:
-        converged = residuals <= tolerances(values, self._rtol, self._k)
-        return bool(converged[: self._required].all())
+    def _random(self) -> Tensor:
+        """One row."""
+        return gaussian(self._operator.template.expand(self._operator.size), 1, self._generator).T
 
-    def _merged(self, pairs: Eigenpairs, others: Eigenpairs) -> Eigenpairs:
+    def _restart_if_full(self, space: KrylovSpace, capacity: int, top: int, bottom: int) -> None:
+        """Keep the `top` largest and the `bottom` smallest Ritz vectors."""
+        if len(space.basis) >= capacity:
+            bottom = min(bottom, capacity - 2)
+            top = min(top, capacity - 1 - bottom)
+            coefficients = space.ritz_pairs().coefficients
+            space.restart(coefficients[:, _extremal(len(coefficients), top, bottom)])
+
+    def _merged(self, pairs: Eigenpairs, space: KrylovSpace) -> Eigenpairs:
         """The extremal eigenpairs of both."""
-        values = torch.cat([pairs.values, others.values])
-        residuals = torch.cat([pairs.residuals, others.residuals])
-        vectors = [*pairs.vectors, *others.vectors]
+        ritz = space.ritz_pairs()
+        others = _extremal(len(ritz.values), 1, 1)
+        space.restart(ritz.coefficients[:, others])
+        values = torch.cat([pairs.values, ritz.values[others]])
+        residuals = torch.cat([pairs.residuals, ritz.residuals[others]])
+        vectors = [*pairs.vectors, *space.basis.rows()]
         order = values.argsort(descending=True, stable=True).tolist()
         kept = [*order[: self._k], *order[self._k :][-1:]]
-        return Eigenpairs(values[kept], residuals[kept], [vectors[i] for i in kept])
+        converged = residuals[kept] <= self._accuracy.tolerances(values[kept], self._k)
+        return Eigenpairs(values[kept], residuals[kept], [vectors[i] for i in kept], converged)
 
     def _differ(self, pairs: Eigenpairs, merged: Eigenpairs, scale: float) -> bool:
         """Whether there are more eigenvalues, or required ones that differ by more than `scale`."""
         if len(pairs.values) <= self._k:
             return len(merged.values) > len(pairs.values)
         return bool(((merged.values - pairs.values).abs()[: self._required] > scale).any())
+
+
+def _extremal(size: int, top: int, bottom: int) -> list[int]:
+    """Indices into ascending values: the `top` largest, largest first, then the `bottom` smallest of the others."""
+    top = min(top, size)
+    bottom = max(0, min(bottom, size - top))
+    return [*range(size - 1, size - 1 - top, -1), *range(bottom - 1, -1, -1)]

@@ -19,7 +19,7 @@ from curvmon.numerics import gaussian, precise, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.operators.protocol import SymmetricProduct
 from curvmon.records import GroupSpectrum
-from curvmon.spectrum.eigenvalue_search import Eigenpairs, EigenvalueSearch
+from curvmon.spectrum.eigenvalue_search import Accuracy, Eigenpairs, EigenvalueSearch
 
 Groups = Sequence[str] | Mapping[str, str | Sequence[str]]
 PHI_ROUNDS = 10
@@ -83,7 +83,7 @@ def group_spectrum(
     members: list[int],
     *,
     k: int,
-    rtol: float,
+    accuracy: Accuracy,
     max_hvps: int,
     verify: bool,
     generator: torch.Generator,
@@ -92,13 +92,13 @@ def group_spectrum(
     block = SymmetricProduct(
         sum(operator.sizes[i] for i in members), operator.template, lambda z: operator.block(members, members, z)
     )
-    pairs, verified = EigenvalueSearch(block, k, rtol, max_hvps, generator).eigenpairs(None, verify)
+    pairs, verified = EigenvalueSearch(block, k, accuracy, max_hvps, generator).eigenpairs(None, verify)
     top = min(k, len(pairs.values))
     return GroupSpectrum(
         eigenvalues=pairs.values[:top],
         smallest=pairs.values[-1].item(),
         residuals=pairs.residuals[:top],
-        converged=pairs.converged(rtol, k)[:top],
+        converged=pairs.converged[:top],
         verified=verified,
         parameters=tuple(operator.names[i] for i in members),
         size=block.size,

@@ -16,7 +16,7 @@ from curvmon.numerics import norm
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
-from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Eigenpairs, EigenvalueSearch
+from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
 from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
 from curvmon.spectrum.stability_limit import stability_limit
 from curvmon.spectrum.trace import LayerwiseError, TraceAndStart, layerwise_trace
@@ -100,18 +100,59 @@ def spectrum(
         >>> s.eigenvalues.shape, s.converged.all().item()
         (torch.Size([3]), True)
     """
-    began = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
     for name, value in (("k", k), ("max_hvps", max_hvps)):
         check_integer(name, value)
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
+    return run_spectrum(
+        model,
+        [batch, *more_batches],
+        loss=loss,
+        k=k,
+        ggn=ggn,
+        trace=trace,
+        density=density,
+        start=start,
+        seed=seed,
+        optimizer=optimizer,
+        groups=groups,
+        accuracy=Accuracy.of_residuals(rtol),
+        max_hvps=max_hvps,
+        verify=verify,
+        smallest=smallest,
+        on_product=on_product,
+    )
+
+
+def run_spectrum(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    loss: Loss,
+    k: int,
+    ggn: bool,
+    trace: bool,
+    density: bool,
+    start: Spectrum | Tensor | None,
+    seed: int,
+    optimizer: torch.optim.Optimizer | None,
+    groups: Groups | None,
+    accuracy: Accuracy,
+    max_hvps: int,
+    verify: bool,
+    smallest: bool,
+    on_product: Callable[[int], None] | None,
+) -> Spectrum:
+    """`spectrum` for a monitor, which says how exact the eigenvalues have to be."""
+    began = time.perf_counter()
     notes: list[str] = []
-    with open_parameters(model, [batch, *more_batches], loss=loss, on_product=on_product) as operator:
+    with open_parameters(model, batches, loss=loss, on_product=on_product) as operator:
         notes.extend(operator.notes)
         members = {} if groups is None else resolve_groups(operator.names, groups)
+        gradient_norm = norm(operator.gradient)
         generator = torch.Generator("cpu").manual_seed(seed)
-        search = EigenvalueSearch(operator, k, rtol, max_hvps, generator, smallest)
+        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest)
         estimate: TraceAndStart | None = None
         # with few parameters, the probes of `deflated_trace` may span all directions
         if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
@@ -119,8 +160,7 @@ def spectrum(
                 estimate = layerwise_trace(operator, generator, k if start is None else 0)
             except LayerwiseError as error:
                 notes.append(f"trace by probes of the whole Hessian, so with a larger error: {error}")
-        first = None if estimate is None else estimate.start
-        space = search.krylov_space(_start_vector(operator, start) if first is None else first)
+        space = search.krylov_space(_starts(operator, search, start, None if estimate is None else estimate.start))
         total = total_stderr = math.nan
         if estimate is not None:
             total, total_stderr = estimate.value, estimate.stderr
@@ -132,10 +172,9 @@ def spectrum(
                 f"operation has a wrong double backward, and none of these numbers is reliable"
             )
         pairs, verified = search.verified(search.extract(space), verify)
-        converged = pairs.converged(rtol, k)
-        required = converged if smallest else converged[:k]
+        required = pairs.converged if smallest else pairs.converged[:k]
         if not required.all():
-            notes.append(f"{int((~required).sum())} of {len(required)} values have not converged to rtol={rtol:g}")
+            notes.append(f"{int((~required).sum())} of {len(required)} values have not converged")
         elif not verified:
             notes.append(
                 "not verified: an eigenvalue of multiplicity two may be listed once, and one whose eigenvector is "
@@ -145,7 +184,7 @@ def spectrum(
         if ggn and operator.has_ggn:
             ggn_eigenvalue, ggn_converged = search.largest(operator.ggn, pairs.vectors[0])
             if not ggn_converged:
-                notes.append(f"ggn_eigenvalue has not converged to rtol={rtol:g}")
+                notes.append(f"ggn_eigenvalue has not converged to {accuracy.first:.0%}")
         elif ggn:
             notes.append(
                 "ggn_eigenvalue is NaN: the output of the network is not known, or part of the loss bypasses it (no "
@@ -158,7 +197,7 @@ def spectrum(
         distribution = search.density() if density else None
         blocks = {
             name: group_spectrum(
-                operator, indices, k=k, rtol=rtol, max_hvps=max_hvps, verify=verify, generator=generator
+                operator, indices, k=k, accuracy=accuracy, max_hvps=max_hvps, verify=verify, generator=generator
             )
             for name, indices in members.items()
         }
@@ -167,7 +206,7 @@ def spectrum(
             phi, phi_stderr = off_diagonal_share(operator, list(members.values()), pairs, generator)
         unconverged = [name for name, block in blocks.items() if not block.converged.all()]
         if unconverged:
-            notes.append(f"values of the groups {', '.join(unconverged)} have not converged to rtol={rtol:g}")
+            notes.append(f"values of the groups {', '.join(unconverged)} have not converged")
         if operator.custom_functions:
             notes.append(
                 f"custom autograd functions ({', '.join(operator.custom_functions)}): the results are correct only if "
@@ -179,9 +218,12 @@ def spectrum(
         eigenvalues=pairs.values[:top],
         smallest=pairs.values[-1].item(),
         residuals=pairs.residuals[:top],
-        converged=converged[:top],
-        smallest_converged=bool(converged[-1]),
+        converged=pairs.converged[:top],
+        smallest_residual=pairs.residuals[-1].item(),
+        smallest_converged=bool(pairs.converged[-1]),
         eigenvectors=torch.stack(pairs.vectors[:top], dim=1),
+        smallest_eigenvector=pairs.vectors[-1].clone(),
+        gradient_norm=gradient_norm,
         ggn_eigenvalue=ggn_eigenvalue,
         ggn_error=abs(sharpness - ggn_eigenvalue) / abs(sharpness) if sharpness else math.nan,
         trace=total,
@@ -226,20 +268,24 @@ def _compare_with_limit(
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
 
-def _start_vector(operator: ParameterOperator, start: Spectrum | Tensor | None) -> Tensor | None:
+def _starts(
+    operator: ParameterOperator, search: EigenvalueSearch, start: Spectrum | Tensor | None, estimate: Tensor | None
+) -> Tensor | None:
+    """The starting vectors of the search, as rows."""
     if start is None:
         # the gradient of a trained network lies mostly in the span of the leading eigenvectors, and costs nothing
-        return operator.gradient if operator.gradient.any() else None
+        single = operator.gradient if estimate is None else estimate
+        return search.perturbed(single) if single.any() else None
     if isinstance(start, Tensor):
-        if start.shape != (operator.size,):
+        if start.shape[:1] != (operator.size,) or not 1 <= start.ndim <= 2:
             raise InputError(f"start= has shape {tuple(start.shape)}, the parameters are {operator.size} numbers")
         if not 0 < norm(start) < math.inf:
             raise InputError("start= has no direction: it is zero or not finite; omit it")
-        return start.to(operator.template)
+        return start.to(operator.template).reshape(operator.size, -1).T
     if not isinstance(start, Spectrum):
-        raise InputError(f"start= takes an earlier Spectrum or a flat tensor, not {type(start).__name__}")
+        raise InputError(f"start= takes an earlier Spectrum or a tensor, not {type(start).__name__}")
     if start.parameters == operator.names and not start.eigenvectors.numel():
         raise InputError("start= has no eigenvectors (dropped by without_vectors or to_dict); omit it")
     if start.parameters != operator.names or len(start.eigenvectors) != operator.size:
         raise InputError("start= is the spectrum of another model, or of other parameters; omit it")
-    return start.start_vector().to(operator.template)
+    return start.start_vectors().to(operator.template).T

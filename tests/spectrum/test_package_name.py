@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import curvmon
-from curvmon.spectrum.lanczos import Lanczos
+from curvmon.spectrum.krylov_space import KrylovSpace
 from curvmon.spectrum.stability_limit import StabilityLimit
 from tests.helpers.spectrum_cases import Quadratic, energy
 
@@ -36,15 +36,15 @@ def test_import_of_submodules_keeps_the_function() -> None:
         f"assert curvmon.spectrum is sys.modules['curvmon.spectrum.spectrum'].spectrum"
         for module in MODULES
     )
-    assert "lanczos" in MODULES
+    assert "krylov_space" in MODULES
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_import_as_finds_the_function() -> None:
     """Documented in `curvmon/spectrum/__init__.py`."""
     with pytest.raises(ImportError):
-        exec("import curvmon.spectrum.lanczos as lanczos")
-    assert PACKAGE.__doc__ is not None and "does not: it looks for `lanczos` in the function" in PACKAGE.__doc__
+        exec("import curvmon.spectrum.krylov_space as krylov_space")
+    assert PACKAGE.__doc__ is not None and "does not: it looks for `krylov_space` in the function" in PACKAGE.__doc__
 
 
 def test_records_and_classes_can_be_pickled() -> None:
@@ -53,5 +53,5 @@ def test_records_and_classes_can_be_pickled() -> None:
     assert torch.equal(again.eigenvalues, result.eigenvalues) and repr(again.to_dict()) == repr(result.to_dict())
     limit = pickle.loads(pickle.dumps(StabilityLimit(2.0, "2 / lr")))
     assert limit.limit == 2 and limit.reason == "2 / lr"
-    for item in (curvmon.spectrum, curvmon.stability_limit, Lanczos):
+    for item in (curvmon.spectrum, curvmon.stability_limit, KrylovSpace):
         assert pickle.loads(pickle.dumps(item)) is item

@@ -159,11 +159,11 @@ def test_flat_vector_as_start() -> None:
     model, batch = make("mlp")
     options: dict[str, Any] = {"loss": LOSSES["mse"], "k": 1, "ggn": False, "trace": False, "verify": False}
     first = curvmon.spectrum(model, batch, **options)
-    second = curvmon.spectrum(model, batch, start=first.start_vector(), **options)
+    second = curvmon.spectrum(model, batch, start=first.start_vectors()[:, 0], **options)
     assert second.sharpness == pytest.approx(first.sharpness, rel=1e-3)
     assert first.without_vectors().eigenvectors.numel() == 0
     with pytest.raises(curvmon.InputError, match="start= has shape"):
-        curvmon.spectrum(mlp(5, 3, 2), batch, start=first.start_vector(), **options)
+        curvmon.spectrum(mlp(5, 3, 2), batch, start=first.start_vectors()[:, 0], **options)
 
 
 def test_batches_that_use_different_parameters() -> None:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import curvmon
 from curvmon import closed_form
-from curvmon.spectrum.lanczos import Lanczos
+from curvmon.spectrum.krylov_space import KrylovSpace
 from tests.helpers.spectrum_cases import CASES, LOSSES, Quadratic, dense_hessian, energy, in_double, make, mlp
 
 
@@ -200,33 +200,58 @@ def test_warm_start_takes_fewer_products() -> None:
         curvmon.spectrum(mlp(5, 3, 2), batch, loss=loss, start=cold)
 
 
-def test_lanczos_memory_is_bounded() -> None:
+def restarted(space: KrylovSpace, capacity: int, top: int, bottom: int) -> None:
+    """As a search restarts: with the largest and the smallest Ritz vectors."""
+    if len(space.basis) >= capacity:
+        coefficients = space.ritz_pairs().coefficients
+        space.restart(torch.cat([coefficients[:, -top:], coefficients[:, :bottom]], dim=1))
+
+
+def test_memory_of_a_krylov_space_is_bounded() -> None:
     """At most k + 20 vectors of the size of the parameters at any time, apart from those of the products."""
     matrix = torch.linspace(1, -1, 400, dtype=torch.float64)
-    space = Lanczos(lambda z: matrix * z, torch.ones(400, dtype=torch.float64), capacity=5 + 17)
+    space = KrylovSpace(lambda z: matrix.unsqueeze(1) * z, torch.ones(1, 400, dtype=torch.float64))
     sizes = []
     for _ in range(120):
-        space.step(8, 2)
-        sizes.append(len(space.basis) + 1)
+        restarted(space, 5 + 17, 8, 2)
+        space.expand()
+        sizes.append(sum(len(block) for block in space.basis.filled()) + len(space.front))
     assert max(sizes) <= 5 + 18
-    ritz = space.ritz_pairs(5, 1)
-    assert (ritz.residuals < 1e-2).all()
-    for value in ritz.values:
+    ritz = space.ritz_pairs()
+    extremal = [0, *range(-5, 0)]
+    assert (ritz.residuals[extremal] < 1e-2).all()
+    for value in ritz.values[extremal]:
         assert (matrix - value).abs().min() < 1e-2
 
 
-def test_restarts_keep_krylov_relation() -> None:
-    """H Q = Q T + β q e^T, from which the residuals follow, holds after restarts."""
+@pytest.mark.parametrize("starts", [1, 4])
+def test_restarts_keep_krylov_relation(starts: int) -> None:
+    """H Q = Q T + F C, from which the residuals follow, holds after expansions in chosen directions and restarts."""
     torch.manual_seed(0)
     matrix = torch.randn(80, 80, dtype=torch.float64)
     matrix = matrix + matrix.T
-    space = Lanczos(lambda z: matrix @ z, torch.randn(80, dtype=torch.float64), capacity=12)
+    space = KrylovSpace(lambda z: matrix @ z, torch.randn(starts, 80, dtype=torch.float64))
+    space.expand()
     for _ in range(31):
-        space.step(4, 2)
-    ritz = space.ritz_pairs(3, 2)
-    vectors = torch.stack(space.basis, dim=1) @ ritz.coefficients
+        restarted(space, 12, 4, 2)
+        space.expand(space.ritz_pairs().directions[:, -1:])
+    ritz = space.ritz_pairs()
+    vectors = space.basis.combined(ritz.coefficients).T
     residuals = torch.linalg.vector_norm(matrix @ vectors - vectors * ritz.values, dim=0)
     torch.testing.assert_close(residuals, ritz.residuals, rtol=1e-6, atol=1e-10)
+    assert len(space.front) == starts
+    both = torch.cat([*space.basis.filled(), space.front])
+    torch.testing.assert_close(both @ both.T, torch.eye(len(both), dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+def test_invariant_starting_vectors_take_one_product_each() -> None:
+    """Dependent ones are left out, and nothing remains to be expanded."""
+    matrix = torch.diag(torch.tensor([3.0, 2, 1, 0, 0, 0, 0, 0]))
+    starts = torch.cat([torch.eye(8)[:3], torch.eye(8)[:2] + torch.eye(8)[1:3], torch.eye(8)[6:7]])
+    space = KrylovSpace(lambda z: matrix @ z, starts)
+    space.expand()
+    assert space.products == 4 and space.exhausted
+    torch.testing.assert_close(space.ritz_pairs().values, torch.tensor([0.0, 1, 2, 3]).double(), rtol=1e-6, atol=1e-6)
 
 
 def test_trace_stderr_is_calibrated() -> None:
