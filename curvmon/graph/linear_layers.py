@@ -24,7 +24,7 @@ from curvmon.graph.autograd import product
 from curvmon.graph.model_output import zero_leaf
 from curvmon.graph.taps import TappedGraph
 from curvmon.isolation.patches import has_forward_hooks
-from curvmon.numerics import gaussian, norm_squared, precise_dtype
+from curvmon.numerics import gaussian, precise, row_norms_squared
 
 _LINEAR_LAYERS = """
     Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d BatchNorm1d BatchNorm2d BatchNorm3d
@@ -64,15 +64,13 @@ class Layer:
         """Whether the first dimension counts samples, or several rows per sample."""
         return all(t.ndim > 1 and len(t) and len(t) % samples == 0 for t in (self._x, self.tap))
 
-    def squared_norm(self, gradient: Tensor, samples: int) -> float:
-        """Σ_i ‖d<s_i, out_i>/dθ‖² from the gradient of Σ_i <s_i, out_i> w.r.t. f, whose rows are the samples."""
+    def squared_norms(self, gradient: Tensor, samples: int) -> Tensor:
+        """‖d<s_i, out_i>/dθ‖² of every sample, from the gradient of Σ_i <s_i, out_i> w.r.t. f, whose rows they are."""
         x, g = (t.reshape(samples, len(t) // samples, *t.shape[1:]) for t in (self._x, gradient))
-        total = 0.0
         largest = max(x[0].numel() * self._patch, g[0].numel(), sum(p.numel() for p in self._trained.values()))
         step = max(1, MAX_ENTRIES // largest)
-        for start in range(0, samples, step):
-            total += self._chunk(start, x[start : start + step], g[start : start + step])
-        return total
+        parts = [self._chunk(i, x[i : i + step], g[i : i + step]) for i in range(0, samples, step)]
+        return torch.cat(parts)
 
     def positions(self, samples: int) -> int:
         """How often the same weights act within a sample (tokens, pixels); 0 if `projections` does not apply."""
@@ -107,7 +105,7 @@ class Layer:
         module = self._module
         return module.kernel_size[0] * module.kernel_size[1] if isinstance(module, nn.Conv2d) else 1
 
-    def _chunk(self, start: int, x: Tensor, g: Tensor) -> float:
+    def _chunk(self, start: int, x: Tensor, g: Tensor) -> Tensor:
         module = self._module
         if isinstance(module, nn.Linear) and x.ndim > 2:
             return self._outer(start, x.flatten(1, -2), g.flatten(1, -2))
@@ -123,21 +121,22 @@ class Layer:
             gradients: dict[str, Tensor] = vjp(lambda p: functional_call(module, p, (one,)), trained)[1](cotangent)[0]
             return gradients
 
-        return sum(norm_squared(each) for each in vmap(pulled_back)(x, g).values())
+        norms = [row_norms_squared(each) for each in vmap(pulled_back)(x, g).values()]
+        return torch.stack(norms).sum(0)
 
-    def _outer(self, start: int, a: Tensor, g: Tensor) -> float:
-        """Σ_i ‖Σ_t g_it a_it^T‖², or the equal Σ_i Σ_tu <a_it, a_iu> <g_it, g_iu> if that is cheaper; plus the bias."""
-        total = 0.0
+    def _outer(self, start: int, a: Tensor, g: Tensor) -> Tensor:
+        """‖Σ_t g_t a_t^T‖² of every sample, or the equal Σ_tu <a_t, a_u> <g_t, g_u> if it is cheaper; with the bias."""
+        total = precise(g.new_zeros(len(g)))
         if "weight" in self._trained:
             positions, inputs, outputs = a.shape[1], a.shape[2], g.shape[2]
             if positions * (inputs + outputs) < inputs * outputs:
                 if start not in self._grams:  # the same for every cotangent
                     self._grams[start] = torch.bmm(a, a.mT)
-                total += (self._grams[start] * torch.bmm(g, g.mT)).sum(dtype=precise_dtype(g)).item()
+                total += (self._grams[start] * torch.bmm(g, g.mT)).sum((1, 2), dtype=total.dtype)
             else:
-                total += norm_squared(torch.bmm(g.mT, a))
+                total += row_norms_squared(torch.bmm(g.mT, a))
         if "bias" in self._trained:
-            total += norm_squared(g.sum(1))
+            total += row_norms_squared(g.sum(1))
         return total
 
 

@@ -184,9 +184,8 @@ class EigenvalueSearch:
 
     def largest(self, product: Product, start: Tensor) -> tuple[float, bool]:
         """The largest eigenvalue of another operator and whether it has converged; `start` approximates its vector."""
-        # an exact eigenvector, but of another eigenvalue, would end the search: add a random vector of the same size
-        random = self._random()
-        space = KrylovSpace(partial(by_columns, product), start + random / torch.linalg.vector_norm(random))
+        # an exact eigenvector, but of another eigenvalue, would end the search
+        space = KrylovSpace(partial(by_columns, product), self.perturbed(start))
         while not space.exhausted and space.products < self._limit:
             self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 0)
             space.expand()

@@ -19,7 +19,7 @@ from curvmon.records import Spectrum
 from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
 from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
 from curvmon.spectrum.stability_limit import stability_limit
-from curvmon.spectrum.trace import LayerwiseError, TraceAndStart, layerwise_trace
+from curvmon.spectrum.trace import FULL, Effort, LayerwiseError, TraceAndStart, layerwise_trace
 
 SYMMETRIC = 1e-3
 """relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
@@ -121,6 +121,7 @@ def spectrum(
         max_hvps=max_hvps,
         verify=verify,
         smallest=smallest,
+        effort=FULL,
         on_product=on_product,
     )
 
@@ -142,9 +143,10 @@ def run_spectrum(
     max_hvps: int,
     verify: bool,
     smallest: bool,
+    effort: Effort,
     on_product: Callable[[int], None] | None,
 ) -> Spectrum:
-    """`spectrum` for a monitor, which says how exact the eigenvalues have to be."""
+    """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be."""
     began = time.perf_counter()
     notes: list[str] = []
     with open_parameters(model, batches, loss=loss, on_product=on_product) as operator:
@@ -157,7 +159,7 @@ def run_spectrum(
         # with few parameters, the probes of `deflated_trace` may span all directions
         if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
             try:
-                estimate = layerwise_trace(operator, generator, k if start is None else 0)
+                estimate = layerwise_trace(operator, generator, k if start is None else 0, effort)
             except LayerwiseError as error:
                 notes.append(f"trace by probes of the whole Hessian, so with a larger error: {error}")
         space = search.krylov_space(_starts(operator, search, start, None if estimate is None else estimate.start))
@@ -259,12 +261,11 @@ def _compare_with_limit(
         return rule.limit, math.nan, "the optimizer updates none of these parameters"
     decay = operator.flat(rule.decay, 0.0)
     start = torch.where(root > 0, pairs.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
-    length = torch.linalg.vector_norm(start).clamp_min(torch.finfo(start.dtype).tiny)
 
     def preconditioned(z: Tensor) -> Tensor:
         return root * (operator.hessian(root * z) + decay * root * z)
 
-    top, converged = search.largest(preconditioned, start / length)
+    top, converged = search.largest(preconditioned, start)
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
 

@@ -58,10 +58,10 @@ class _ProjectedLayer(NamedTuple):
 class GradientSketcher:
     """Sketches the per-sample gradients of one batch, one column of the loss curvature at a time."""
 
-    def __init__(self, layers: Sequence[Layer], columns: Tensor, weight: float, seed: int) -> None:
+    def __init__(self, layers: Sequence[Layer], columns: Tensor, weight: float, size: float, seed: int) -> None:
         samples = columns.shape[1]
         self._columns = columns
-        self._weight = weight
+        self._weight, self._size = weight, size
         self._rows = columns.new_zeros((0, WIDTH**2))
         self._origins = torch.zeros((0, 3), dtype=torch.long, device="cpu")
         self._layers: list[_ProjectedLayer] = []
@@ -76,7 +76,7 @@ class GradientSketcher:
                 self._layers.append(_ProjectedLayer(number, layer, *layer.projections(samples, WIDTH, generator)))
 
     def add(self, column: int, gradients: Sequence[Tensor]) -> None:
-        """Sketch the gradients of all samples for one column, given those w.r.t. the taps of all layers."""
+        """Sketch the gradients of all samples for one column / `size`, given those w.r.t. the taps of all layers."""
         if not self._layers:
             return
         samples = self._columns.shape[1]
@@ -85,14 +85,17 @@ class GradientSketcher:
             total.baddbmm_((layer.by_position(gradients[number], samples) @ outputs).mT, inputs)
         origins = torch.tensor([(0, column, i) for i in range(samples)], device="cpu")
         self._rows, self._origins = _largest(
-            torch.cat([self._rows, total.flatten(1) * self._weight**0.5]), torch.cat([self._origins, origins])
+            torch.cat([self._rows, total.flatten(1) * (self._weight**0.5 * self._size)]),
+            torch.cat([self._origins, origins]),
         )
 
     def sketches(self) -> GradientSketches:
         return GradientSketches(self._rows, self._origins, (self._columns,), (self._weight,))
 
 
-def sketcher_for(layers: Sequence[Layer], columns: Tensor, weight: float, seed: int | None) -> GradientSketcher | None:
+def sketcher_for(
+    layers: Sequence[Layer], columns: Tensor, weight: float, size: float, seed: int | None
+) -> GradientSketcher | None:
     """A sketcher of the gradients whose cotangents are `columns`, rank x samples x outputs.
 
     Sketches of different batches are comparable if made with the same seed. None without a seed, or if already one
@@ -100,7 +103,7 @@ def sketcher_for(layers: Sequence[Layer], columns: Tensor, weight: float, seed: 
     """
     if seed is None or columns.shape[1] > MAX_SKETCHES:
         return None
-    return GradientSketcher(layers, columns, weight, seed)
+    return GradientSketcher(layers, columns, weight, size, seed)
 
 
 def joined(first: GradientSketches | None, second: GradientSketches | None) -> GradientSketches | None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from curvmon.graph.autograd import differentiate, product
 from curvmon.graph.linear_layers import LayeredGraph
-from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
-from curvmon.numerics import gaussian, norm, norm_squared, precise, small_sample_factor
+from curvmon.graph.loss_curvature import MAX_COLUMNS, Factor, Layout, dense_factor, sample_weights, sketch
+from curvmon.numerics import gaussian, norm, precise, row_norms_squared, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.spectrum.starting_vector import GradientSketches, joined, sketcher_for, start_cotangents
 
@@ -74,8 +74,26 @@ class LayerCheck:
         return self._operator.gathered(pairs)
 
 
-SKETCHES = 10
-PROBES = 10
+class Effort(NamedTuple):
+    """How many backward passes and products an estimate of the trace takes.
+
+    Attributes:
+        columns: most columns of the root of the loss curvature that are taken one by one; the others are combined with
+            random signs, `draws` times. None: all, exactly.
+        draws: random combinations of columns, where not all are taken one by one.
+        probes: random products for the trace of T.
+    """
+
+    columns: int | None
+    draws: int
+    probes: int
+
+
+FULL = Effort(None, 10, 10)
+COARSE = Effort(3, 2, 4)
+"""for curves in a dashboard: a standard error of a few percent"""
+MIN_SKETCHES = 4
+"""draws where no column can be taken by itself"""
 CHECKS = 4
 """backward passes: two test whether samples interact, two whether the layers make up the network (`LayerCheck`)"""
 PASSES_PER_PRODUCT = 3
@@ -111,7 +129,9 @@ class LayerwiseError(Exception):
     """The layers of this network cannot be differentiated one by one; the message says why."""
 
 
-def layerwise_trace(operator: ParameterOperator, generator: torch.Generator, k: int) -> TraceAndStart | None:
+def layerwise_trace(
+    operator: ParameterOperator, generator: torch.Generator, k: int, effort: Effort = FULL
+) -> TraceAndStart | None:
     """tr H, and the sum of the k leading eigenvectors of Gauss-Newton as a starting vector (`k` 0: none).
 
     The operator counts the products. None if the curvature of the loss has no known factor.
@@ -121,7 +141,7 @@ def layerwise_trace(operator: ParameterOperator, generator: torch.Generator, k: 
     """
     check = LayerCheck(operator)
     try:
-        estimate = trace_of_parts(check.graphs(), generator, sketched=k > 0)
+        estimate = trace_of_parts(check.graphs(), generator, k > 0, effort)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError) as error:
@@ -145,7 +165,10 @@ def layerwise_trace(operator: ParameterOperator, generator: torch.Generator, k: 
 
 
 def trace_of_parts(
-    graphs: Iterable[tuple[float, LayeredGraph]], generator: torch.Generator, sketched: bool = False
+    graphs: Iterable[tuple[float, LayeredGraph]],
+    generator: torch.Generator,
+    sketched: bool = False,
+    effort: Effort = FULL,
 ) -> TraceEstimate | None:
     """tr H of a weighted sum of losses. `sketched`: also sketches of the gradients, if all losses have them."""
     seed = int(torch.randint(2**62, (), generator=generator, device="cpu").item()) if sketched else None
@@ -153,10 +176,10 @@ def trace_of_parts(
     products = 0
     sketches: GradientSketches | None = None
     for number, (weight, layered) in enumerate(graphs):
-        ggn = gauss_newton_trace(layered, generator, weight, seed)
+        ggn = gauss_newton_trace(layered, generator, weight, seed, effort)
         if ggn is None:
             return None
-        remainder = remainder_trace(layered, generator)
+        remainder = remainder_trace(layered, generator, effort.probes)
         total += weight * (ggn.value + remainder.value)
         variance += weight**2 * (ggn.stderr**2 + remainder.stderr**2)
         # a product passes through all losses, and counts once
@@ -166,7 +189,11 @@ def trace_of_parts(
 
 
 def gauss_newton_trace(
-    layered: LayeredGraph, generator: torch.Generator, weight: float = 1.0, sketch_seed: int | None = None
+    layered: LayeredGraph,
+    generator: torch.Generator,
+    weight: float = 1.0,
+    sketch_seed: int | None = None,
+    effort: Effort = FULL,
 ) -> TraceEstimate | None:
     """tr GGN of one loss; `weight` scales the sketches alone.
 
@@ -185,24 +212,12 @@ def gauss_newton_trace(
     if factor is not None:
         separable = _separable_layers(layered, layout, layout.tensors(_combined(factor.columns)))
         if len(separable) == len(layered.layers) and not layered.rest:
-            total = 0.0
-            sketcher = sketcher_for(layered.layers, factor.columns, weight, sketch_seed)
-            for number, (column, signs) in enumerate(zip(factor.columns, factor.signs.T)):
-                for sign in (1, -1):
-                    if (mask := (signs == sign).to(column)).any():
-                        gradients = layered.gradients(layout.tensors(column * mask.unsqueeze(1)))
-                        total += sign * _squared_norm(layered, separable, gradients)
-                        if sketcher is not None and sign > 0:  # negative curvature has no large eigenvalues
-                            sketcher.add(number, gradients)
-            eps = torch.finfo(factor.columns.dtype).eps
-            sketches = None if sketcher is None else sketcher.sketches()
-            return TraceEstimate(total, 10 * eps * abs(total), _as_products(len(factor.columns)), sketches)
+            return _by_columns(layered, layout, factor, generator, weight, sketch_seed, effort)
         if (factor.signs < 0).any():
             return None
 
         def draw() -> list[Tensor]:
-            signs = gaussian(factor.columns[:, :, 0], 1, generator).sign().reshape(factor.columns.shape[:2])
-            return layout.tensors((factor.columns * signs.unsqueeze(2)).sum(0))
+            return layout.tensors(_with_random_signs(factor.columns, generator))
 
     else:
         root = sketch(layout, graph.outputs, loss_curvature)
@@ -213,13 +228,62 @@ def gauss_newton_trace(
         def draw() -> list[Tensor]:
             return root.draw(generator)
 
-    samples = torch.tensor(
-        [_squared_norm(layered, separable, layered.gradients(draw())) for _ in range(SKETCHES)], dtype=torch.float64
-    )
-    return TraceEstimate(samples.mean().item(), _standard_error(samples), _as_products(SKETCHES))
+    count = max(MIN_SKETCHES, effort.draws)
+    norms = [_squared_norm(layered, separable, draw()) for _ in range(count)]
+    samples = torch.stack(norms).cpu().double()
+    return TraceEstimate(samples.mean().item(), _standard_error(samples), _as_products(count))
 
 
-def remainder_trace(layered: LayeredGraph, generator: torch.Generator) -> TraceEstimate:
+def _by_columns(
+    layered: LayeredGraph,
+    layout: Layout,
+    factor: Factor,
+    generator: torch.Generator,
+    weight: float,
+    sketch_seed: int | None,
+    effort: Effort,
+) -> TraceEstimate:
+    """Columns of the root one by one, the largest first; from a number on, all others with random signs."""
+    size = factor.columns.abs().max().item()
+    columns, signs = factor.columns / (size or 1.0), factor.signs.T
+    sketcher = sketcher_for(layered.layers, factor.columns, weight, size, sketch_seed)
+    rank = single = len(columns)
+    if effort.columns is not None and effort.columns + effort.draws < rank and not (signs < 0).any():
+        single = effort.columns
+    exact, drawn = [], []
+    for number in range(single):
+        for sign in (1, -1):
+            if (mask := (signs[number] == sign).to(columns)).any():
+                gradients = layered.gradients(layout.tensors(columns[number] * mask.unsqueeze(1)))
+                exact.append(sign * _norms_by_sample(layered, gradients).sum())
+                if sketcher is not None and sign > 0:  # negative curvature has no large eigenvalues
+                    sketcher.add(number, gradients)
+    for _ in range(effort.draws if single < rank else 0):
+        gradients = layered.gradients(layout.tensors(_with_random_signs(columns[single:], generator)))
+        drawn.append(_norms_by_sample(layered, gradients))
+    sketches = None if sketcher is None else sketcher.sketches()
+    numbers = torch.cat([torch.stack(exact), *drawn]).cpu().double() * size**2
+    total, variance = numbers[:single].sum().item(), 0.0
+    if drawn:
+        by_sample = numbers[single:].reshape(len(drawn), -1)
+        total += by_sample.mean(0).sum().item()
+        # samples have independent signs; degrees of freedom after Welch and Satterthwaite
+        spread = by_sample.var(0)
+        variance = spread.sum().item() / len(drawn)
+        if variance:
+            freedom = (len(drawn) - 1) * spread.sum().square() / spread.square().sum()
+            variance *= small_sample_factor(max(1, int(freedom))) ** 2
+    rounding = 10 * torch.finfo(columns.dtype).eps * abs(total)
+    return TraceEstimate(total, math.hypot(math.sqrt(variance), rounding), _as_products(single + len(drawn)), sketches)
+
+
+def _with_random_signs(columns: Tensor, generator: torch.Generator) -> Tensor:
+    """Σ_k s_k a_k with signs of its own for every sample."""
+    signs = gaussian(columns[:, :, 0], 1, generator).sign().reshape(columns.shape[:2])
+    return (columns * signs.unsqueeze(2)).sum(0)
+
+
+def remainder_trace(layered: LayeredGraph, generator: torch.Generator, probes: int = FULL.probes) -> TraceEstimate:
     """tr T by random probes; exactly zero if the network is piecewise linear in every layer's parameters."""
     graph = layered.graph
     variables = [*(layer.tap for layer in layered.layers), *layered.rest]
@@ -232,16 +296,17 @@ def remainder_trace(layered: LayeredGraph, generator: torch.Generator) -> TraceE
         normal = gaussian(like, 1, generator).reshape(like.shape)
         return normal.sign() * (0.5 + torch.erf(normal.abs() / math.sqrt(2))).sqrt()
 
-    samples: list[float] = []
-    for _ in range(PROBES):
+    samples: list[Tensor] = []
+    for _ in range(probes):
         with torch.no_grad():
             vectors = [*(layer.tangent(entries) for layer in layered.layers), *(entries(p) for p in layered.rest)]
         images = product(slopes, variables, vectors)
-        if not samples and not any(image.any() for image in images):
+        if not samples and not torch.stack([image.abs().max() for image in images]).any():
             return TraceEstimate(0.0, 0.0, products=1)  # T z = 0 for a random z: T = 0
-        samples.append(sum((precise(z) * precise(image)).sum().item() for z, image in zip(vectors, images)))
-    values = torch.tensor(samples, dtype=torch.float64)
-    return TraceEstimate(values.mean().item(), _standard_error(values), products=PROBES)
+        inner = [precise(torch.dot(z.flatten(), image.flatten())) for z, image in zip(vectors, images)]
+        samples.append(torch.stack(inner).sum())
+    values = torch.stack(samples).cpu().double()
+    return TraceEstimate(values.mean().item(), _standard_error(values), products=probes)
 
 
 def _combined(columns: Tensor) -> Tensor:
@@ -257,22 +322,37 @@ def _separable_layers(layered: LayeredGraph, layout: Layout, column: list[Tensor
     taps = [layer.tap for layer in layered.layers]
     plain = product(layered.graph.outputs, taps, column)
     weighted = product(layered.graph.outputs, taps, layout.tensors(rows * weights.to(rows).unsqueeze(1)))
-    separable = []
+    candidates, errors = [], []
     for i, (layer, one, other) in enumerate(zip(layered.layers, plain, weighted)):
-        if not layer.has_sample_rows(layout.samples):
-            continue
-        each = weights.to(one).repeat_interleave(len(one) // layout.samples).reshape(-1, *[1] * (one.ndim - 1))
-        if norm_squared(other - each * one) <= (10 * torch.finfo(one.dtype).eps) ** 2 * norm_squared(other):
-            separable.append(i)
-    return separable
+        if layer.has_sample_rows(layout.samples):
+            each = weights.to(one).repeat_interleave(len(one) // layout.samples).reshape(-1, *[1] * (one.ndim - 1))
+            # the largest entries first: squares of tiny gradients would underflow
+            largest = other.abs().max()
+            scaled = [x / torch.where(largest > 0, largest, 1.0) for x in (other - each * one, other)]
+            errors.append(torch.stack([torch.linalg.vector_norm(x) for x in scaled]))
+            candidates.append(i)
+    if not candidates:
+        return []
+    limit = 10 * torch.finfo(plain[candidates[0]].dtype).eps
+    sizes = torch.stack(errors).cpu()
+    return [i for i, (size, whole) in zip(candidates, sizes.tolist()) if size <= limit * whole]
 
 
-def _squared_norm(layered: LayeredGraph, separable: list[int], gradients: list[Tensor]) -> float:
+def _norms_by_sample(layered: LayeredGraph, gradients: list[Tensor]) -> Tensor:
+    """‖J_i^T c_i‖² of every sample i, where all layers are separable."""
+    norms = [layer.squared_norms(g, layered.samples) for layer, g in zip(layered.layers, gradients)]
+    return torch.stack(norms).sum(0)
+
+
+def _squared_norm(layered: LayeredGraph, separable: list[int], cotangents: list[Tensor]) -> Tensor:
     """Σ_i ‖J_i^T c_i‖² over the samples in separable layers, ‖J^T c‖² over all samples together in the others."""
-    total = sum(norm_squared(g) for g in gradients[len(layered.layers) :])
+    # of size one: the squares of the gradients would underflow if the loss is scaled by 1e-20
+    scale = torch.stack([c.abs().max() for c in cotangents]).max()
+    gradients = layered.gradients([c / torch.where(scale > 0, scale, 1.0) for c in cotangents])
+    parts = [row_norms_squared(g.reshape(1, -1)) for g in gradients[len(layered.layers) :]]
     for i, (layer, gradient) in enumerate(zip(layered.layers, gradients)):
-        total += layer.squared_norm(gradient, layered.samples if i in separable else 1)
-    return total
+        parts.append(layer.squared_norms(gradient, layered.samples if i in separable else 1))
+    return torch.cat(parts).sum() * precise(scale).square()
 
 
 def _as_products(backward_passes: int) -> int:
