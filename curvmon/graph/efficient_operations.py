@@ -13,7 +13,8 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from curvmon.graph.layer_norm import LayerNorm
-from curvmon.graph.trilinear import BatchNorm, Convolution, trilinear
+from curvmon.graph.trilinear import BatchNorm, Convolution, Linear, trilinear
 from curvmon.isolation.patches import (
     BATCH_NORM_BACKWARD,
     CONVOLUTION_BACKWARD,
@@ -61,12 +62,16 @@ class EfficientOperations(TorchFunctionMode):
 
     Attributes:
         loss_differentiates: a gradient was taken while active, so the loss must be computed without replacements.
+        only_cotangents: see `cotangents_only`.
+        entries: of all tensors that were computed and require gradients: about those of the activations.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.active = False
         self.loss_differentiates = False
+        self.only_cotangents = False
+        self.entries = 0
 
     def __enter__(self) -> EfficientOperations:
         self.active = True
@@ -77,15 +82,29 @@ class EfficientOperations(TorchFunctionMode):
         self.active = False
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def cotangents_only(self) -> Iterator[None]:
+        """Differentiate a gradient J^T c w.r.t. c alone, and skip the derivatives w.r.t. what J depends on.
+
+        autograd asks for them too: it does not know that they lead to no variable that is wanted.
+        """
+        self.only_cotangents = True
+        try:
+            yield
+        finally:
+            self.only_cotangents = False
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = None
         if func in _CONVOLUTIONS and _is_replaceable_call():
-            result = _convolution(*_CONVOLUTIONS[func], *args, **kwargs)
+            result = self._convolution(*_CONVOLUTIONS[func], *args, **kwargs)
+        elif func is F.linear and _is_replaceable_call():
+            result = self._linear(*args, **kwargs)
         elif func is F.batch_norm and _is_replaceable_call():
-            result = _batch_norm(*args, **kwargs)
+            result = self._batch_norm(*args, **kwargs)
         elif func is F.layer_norm and _is_replaceable_call():
             result = self._layer_norm(*args, **kwargs)
         elif func in _ACTIVATIONS and args and _is_replaceable_call():
@@ -94,7 +113,10 @@ class EfficientOperations(TorchFunctionMode):
             result = _relu(*args, **kwargs)
         elif func in _RELU and args and _is_replaceable_call():
             result = _relu(args[0], _RELU[func])
-        return func(*args, **kwargs) if result is None else result
+        result = func(*args, **kwargs) if result is None else result
+        if isinstance(result, Tensor) and result.requires_grad:
+            self.entries += result.numel()
+        return result
 
     def _activation(self, func: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         options = *args, *kwargs.values()
@@ -103,6 +125,66 @@ class EfficientOperations(TorchFunctionMode):
         if in_place or not _is_tapped(x) or not all(isinstance(value, (bool, int, float, str)) for value in options):
             return None
         return _apply(_Activation, x, _apply(_InputProxy, x), self, lambda at: func(at, *args, **kwargs))
+
+    def _linear(self, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
+        """Arguments as those of F.linear."""
+        if not _is_replaceable(input, weight, bias) or weight.ndim != 2:
+            return None
+        return trilinear(Linear(), self, input, weight, bias)
+
+    def _batch_norm(
+        self,
+        input: Any,
+        running_mean: Any,
+        running_var: Any,
+        weight: Any = None,
+        bias: Any = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        """Eval mode only; arguments as those of F.batch_norm."""
+        statistics = running_mean, running_var
+        if training or not all(type(t) is Tensor and not t.requires_grad for t in statistics):
+            return None
+        if BATCH_NORM_BACKWARD.get() is None or not _is_replaceable(input, weight, bias):
+            return None
+        if any(t is not None and t.dtype != input.dtype for t in (*statistics, weight, bias)):
+            return None  # in mixed precision torch's result has the dtype of the input
+        form = BatchNorm(running_mean, running_var, eps)
+        return trilinear(form, self, input, torch.ones_like(running_var) if weight is None else weight, bias)
+
+    def _convolution(
+        self, dims: int, transposed: bool, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """W x + bias; None for a call that is not replaced. Arguments as those of torch's convolutions."""
+        if CONVOLUTION_BACKWARD.get() is None or not _is_replaceable(input, weight, bias) or input.ndim != dims + 2:
+            return None
+        tail = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+        options = dict(zip(("stride", "padding", *tail), args)) | kwargs
+
+        def per_dimension(name: str, default: int) -> list[int]:
+            value = options.get(name, default)
+            values = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
+            return values * dims if len(values) == 1 else values
+
+        dilation = per_dimension("dilation", 1)
+        if isinstance(options.get("padding"), str):
+            reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:])]
+            if options["padding"] == "same" and any(r % 2 for r in reach):
+                return None  # the padding is not symmetric
+            options["padding"] = [r // 2 if options["padding"] == "same" else 0 for r in reach]
+        form = Convolution(
+            input,
+            weight,
+            per_dimension("stride", 1),
+            per_dimension("padding", 0),
+            dilation,
+            transposed,
+            per_dimension("output_padding", 0),
+            int(options.get("groups", 1)),
+        )
+        return trilinear(form, self, input, weight, bias)
 
     def _layer_norm(
         self, input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
@@ -169,7 +251,7 @@ class _Activation(torch.autograd.Function):
         ctx.mode.loss_differentiates |= ctx.mode.active
         if not torch.is_grad_enabled():
             return gradient * first, None, None, None
-        return _apply(_ActivationGradient, gradient, proxy, first, second), None, None, None
+        return _apply(_ActivationGradient, gradient, proxy, first, second, ctx.mode), None, None, None
 
 
 class _Relu(torch.autograd.Function):
@@ -187,7 +269,28 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         positive, zero = ctx.saved_tensors
-        return torch.where(positive, gradient, zero), None
+        return _passed(gradient, positive, zero), None
+
+
+def _passed(gradient: Tensor, positive: Tensor, zero: Tensor) -> Tensor:
+    """The gradient where the input was positive."""
+    if torch.is_grad_enabled():
+        return _apply(_Passed, gradient, positive, zero)
+    return torch.where(positive, gradient, zero)
+
+
+class _Passed(torch.autograd.Function):
+    """torch.where, whose own derivative makes a new zero every time."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, positive: Tensor, zero: Tensor) -> Tensor:
+        ctx.save_for_backward(positive, zero)
+        ctx.replaced_node = None
+        return torch.where(positive, gradient, zero)
+
+    @staticmethod
+    def backward(ctx: Any, tangent: Tensor) -> Any:
+        return _passed(tangent, *ctx.saved_tensors), None, None
 
 
 class _InputProxy(torch.autograd.Function):
@@ -207,73 +310,21 @@ class _ActivationGradient(torch.autograd.Function):
     """g f'(x), as a function of g and x."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, proxy: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gradient: Tensor, proxy: Tensor, first: Tensor, second: Tensor, mode: EfficientOperations
+    ) -> Tensor:
         ctx.save_for_backward(first, gradient * second)
-        ctx.replaced_node = None
+        ctx.mode, ctx.replaced_node = mode, None
         return gradient * first
 
     @staticmethod
     @once_differentiable  # a third derivative would be wrong: an error instead
     def backward(ctx: Any, tangent: Tensor) -> Any:
         first, weighted_second = ctx.saved_tensors
-        return tangent * first, tangent * weighted_second, None, None
+        for_x = None if ctx.mode.only_cotangents else tangent * weighted_second
+        return tangent * first, for_x, None, None, None
 
 
 def _relu(input: Any, inplace: bool = False) -> Tensor | None:
     """Arguments as those of F.relu."""
     return _apply(_Relu, input, inplace) if _is_tapped(input) else None
-
-
-def _batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    """Eval mode only; arguments as those of F.batch_norm."""
-    statistics = running_mean, running_var
-    if training or not all(type(t) is Tensor and not t.requires_grad for t in statistics):
-        return None
-    if BATCH_NORM_BACKWARD.get() is None or not _is_replaceable(input, weight, bias):
-        return None
-    if any(t is not None and t.dtype != input.dtype for t in (*statistics, weight, bias)):
-        return None  # in mixed precision torch's result has the dtype of the input
-    form = BatchNorm(running_mean, running_var, eps)
-    return trilinear(form, input, torch.ones_like(running_var) if weight is None else weight, bias)
-
-
-def _convolution(
-    dims: int, transposed: bool, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """W x + bias; None for a call that is not replaced. Arguments as those of torch's convolutions."""
-    if CONVOLUTION_BACKWARD.get() is None or not _is_replaceable(input, weight, bias) or input.ndim != dims + 2:
-        return None
-    tail = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
-    options = dict(zip(("stride", "padding", *tail), args)) | kwargs
-
-    def per_dimension(name: str, default: int) -> list[int]:
-        value = options.get(name, default)
-        values = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
-        return values * dims if len(values) == 1 else values
-
-    dilation = per_dimension("dilation", 1)
-    if isinstance(options.get("padding"), str):
-        reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:])]
-        if options["padding"] == "same" and any(r % 2 for r in reach):
-            return None  # the padding is not symmetric
-        options["padding"] = [r // 2 if options["padding"] == "same" else 0 for r in reach]
-    form = Convolution(
-        input,
-        weight,
-        per_dimension("stride", 1),
-        per_dimension("padding", 0),
-        dilation,
-        transposed,
-        per_dimension("output_padding", 0),
-        int(options.get("groups", 1)),
-    )
-    return trilinear(form, input, weight, bias)

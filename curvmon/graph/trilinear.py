@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from curvmon.isolation.patches import BATCH_NORM_BACKWARD, CONVOLUTION_BACKWARD, is_transformed
@@ -39,18 +40,21 @@ class Form(Protocol):
     def gradients(self, g: Tensor, x: Tensor | None, w: Tensor | None, needed: Mask) -> Sequence[Tensor | None]:
         """dx(g, w), dw(g, x) and the gradient w.r.t. the bias; x is given if dw is needed, w if dx is."""
 
+    def bias_gradient(self, g: Tensor) -> Tensor:
+        """The gradient w.r.t. the bias alone, by operations that autograd differentiates."""
 
-def trilinear(form: Form, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """f(x, w) + bias."""
-    result: Tensor = _Partial.apply(OUTPUT, form, x, w, bias)  # type: ignore[no-untyped-call]
+
+def trilinear(form: Form, mode: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """f(x, w) + bias. While `mode.only_cotangents`, dx and dw are differentiated w.r.t. g alone."""
+    result: Tensor = _Partial.apply(OUTPUT, form, mode, x, w, bias)  # type: ignore[no-untyped-call]
     return result
 
 
-def _partial(slot: int, form: Form, first: Tensor, second: Tensor) -> Tensor:
+def _partial(slot: int, form: Form, mode: Any, first: Tensor, second: Tensor) -> Tensor:
     """∂τ/∂slot as a function of the other two arguments, in their order."""
     if not torch.is_grad_enabled():  # under vmap an autograd function cannot be applied
         return _value(slot, form, first, second)
-    result: Tensor = _Partial.apply(slot, form, first, second, None)  # type: ignore[no-untyped-call]
+    result: Tensor = _Partial.apply(slot, form, mode, first, second, None)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -69,27 +73,67 @@ class _Partial(torch.autograd.Function):
     """∂τ/∂slot + bias."""
 
     @staticmethod
-    def forward(ctx: Any, slot: int, form: Form, first: Tensor, second: Tensor, bias: Tensor | None) -> Tensor:
-        _, _, first_needed, second_needed, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, slot: int, form: Form, mode: Any, first: Tensor, second: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        first_needed, second_needed, _ = ctx.needs_input_grad[3:]
         ctx.save_for_backward(first if second_needed else None, second if first_needed else None)
-        ctx.slot, ctx.form = slot, form
+        ctx.slot, ctx.form, ctx.mode = slot, form, mode
         ctx.replaced_node = form.name if slot == OUTPUT else None
         return _value(slot, form, first, second) if bias is None else form.output(first, second, bias)
 
     @staticmethod
     def backward(ctx: Any, tangent: Tensor) -> Any:
         first, second = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[3:]
         if ctx.slot == OUTPUT and not torch.is_grad_enabled():
-            return None, None, *ctx.form.gradients(tangent, first, second, needed)
+            return None, None, None, *ctx.form.gradients(tangent, first, second, needed)
         form = ctx.form.homogeneous if ctx.slot == INPUT else ctx.form
+        if ctx.slot != OUTPUT and ctx.mode.only_cotangents:
+            needed = needed[0], False, False
         others = [slot for slot in SLOTS if slot != ctx.slot]
         arguments = dict(zip((ctx.slot, *others), (tangent, first, second)))
         gradients = [
-            _partial(slot, form, *(arguments[other] for other in SLOTS if other != slot)) if is_needed else None
+            _partial(slot, form, ctx.mode, *(arguments[other] for other in SLOTS if other != slot))
+            if is_needed
+            else None
             for slot, is_needed in zip(others, needed)
         ]
-        return None, None, *gradients, _over_channels(tangent) if needed[2] else None
+        return None, None, None, *gradients, ctx.form.bias_gradient(tangent) if needed[2] else None
+
+
+class Linear:
+    """x W^T over the last dimension."""
+
+    name = "AddmmBackward0"
+
+    @property
+    def homogeneous(self) -> Linear:
+        return self
+
+    def output(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        return _by_rows(x, w.mT) if bias is None else F.linear(x, w, bias)
+
+    def gradients(self, g: Tensor, x: Tensor | None, w: Tensor | None, needed: Mask) -> Sequence[Tensor | None]:
+        dx = _by_rows(g, w) if needed[0] and w is not None else None
+        dw = _matrix_product(_rows(g).mT, _rows(x)) if needed[1] and x is not None else None
+        return dx, dw, self.bias_gradient(g) if needed[2] else None
+
+    def bias_gradient(self, g: Tensor) -> Tensor:
+        return _rows(g).sum(0)
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1])
+
+
+def _by_rows(x: Tensor, matrix: Tensor) -> Tensor:
+    return _matrix_product(_rows(x), matrix).reshape(*x.shape[:-1], -1)
+
+
+def _matrix_product(a: Tensor, b: Tensor) -> Tensor:
+    # vmap makes one large product of `@`, for which it copies a matrix; not so for bmm
+    return torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0) if is_transformed() else a @ b
 
 
 class Convolution:
@@ -116,6 +160,9 @@ class Convolution:
             g, x, w, [g.shape[1]], *self._options, list(needed)
         )
         return result
+
+    def bias_gradient(self, g: Tensor) -> Tensor:
+        return _over_channels(g)
 
 
 class BatchNorm:
@@ -148,6 +195,9 @@ class BatchNorm:
         if x is not None and needed[1]:
             dw = _over_channels(g * (x - _per_channel(self._mean, x) if self._centred else x)) * self._rsqrt
         return dx, dw, _over_channels(g) if needed[2] else None
+
+    def bias_gradient(self, g: Tensor) -> Tensor:
+        return _over_channels(g)
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:

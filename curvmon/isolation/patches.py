@@ -183,17 +183,14 @@ PATCHES = [
         replacement=lambda generator: _no_checkpoint,
     ),
     # the parametrization looks it up in `torch`, the older hook in its own module
-    Symbol(
-        "torch:_weight_norm",
-        why=_WEIGHT_NORM,
-        missing=_WRONG_WEIGHT_NORM,
-        replacement=lambda fused: _composed_weight_norm,
-    ),
-    Symbol(
-        "torch.nn.utils.weight_norm:_weight_norm",
-        why=_WEIGHT_NORM,
-        missing=_WRONG_WEIGHT_NORM,
-        replacement=lambda fused: _composed_weight_norm,
+    *(
+        Symbol(
+            f"{module}:_weight_norm",
+            why=_WEIGHT_NORM,
+            missing=_WRONG_WEIGHT_NORM,
+            replacement=lambda fused: _composed_weight_norm,
+        )
+        for module in ("torch", "torch.nn.utils.weight_norm")
     ),
     *(
         Symbol(
