@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from curvmon.errors import DoubleBackwardError, LossError
 from curvmon.graph.efficient_operations import is_efficient_operation, torch_name
@@ -44,20 +45,25 @@ def differentiate(
     """`autograd.grad` that keeps the graph; None where the graph has no path and the derivative is zero."""
     if not variables or not any(f.requires_grad for f in functions):
         return [None] * len(variables)
-    try:
-        return list(
-            torch.autograd.grad(
-                functions,
-                variables,
-                cotangents,
-                retain_graph=True,
-                create_graph=create_graph,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
+    unused: list[int] = []
+
+    def gradients(cotangents: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        results = torch.autograd.grad(
+            functions, variables, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
+        unused[:] = (i for i, result in enumerate(results) if result is None)
+        return tuple(result for result in results if result is not None)
+
+    try:
+        # `is_grads_batched` would run most operations in a loop
+        results: list[Tensor | None] = [
+            *(vmap(gradients)(tuple(cotangents or ())) if batched else gradients(cotangents))
+        ]
     except RuntimeError as error:
         raise _explained(error) from error
+    for i in unused:
+        results.insert(i, None)
+    return results
 
 
 def _explained(error: RuntimeError) -> Exception:
@@ -127,7 +133,7 @@ def leads_to(tensors: Sequence[Tensor], leaves: Sequence[Tensor], gates: Sequenc
 
 def has_convolutions(tensors: Sequence[Tensor]) -> bool:
     """Whether there is one in the graph behind the tensors."""
-    return any(CONVOLUTION_NODE in function.name() for function in _reachable(tensors))
+    return any(CONVOLUTION_NODE in (torch_name(function) or "") for function in _reachable(tensors))
 
 
 _LEAF_NODE = "AccumulateGrad"

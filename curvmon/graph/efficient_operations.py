@@ -1,18 +1,21 @@
 """Replacements of operations whose second derivatives are expensive in torch.
 
-    convolution     with constant weights, x -> W x is linear; torch also differentiates w.r.t. W, and keeps x
-    batch norm      in eval mode it is x * scale + shift
+    convolution     W x is linear in W and in x (`trilinear`); torch also computes derivatives that are not needed
+    batch norm      in eval mode likewise; torch composes its second derivative of some thirty operations
+    layer norm      a second derivative in closed form; torch composes it of some seventy operations
     activation      elementwise f(x): f'(x) and f''(x) are computed once; torch composes them in every product from
                     several operations, each of which keeps its inputs
 
-Values and derivatives up to the second are the same up to rounding; those of a convolution to all orders. A loss that
-takes gradients itself (a gradient penalty, a PINN) needs three orders: it is run with torch's own operations.
+Values and derivatives up to the second are the same up to rounding; those of convolutions and batch norm to all orders.
+A loss that takes gradients itself (a gradient penalty, a PINN) needs three orders: it is run with torch's own
+operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +23,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from curvmon.isolation.patches import CONVOLUTION_BACKWARD, NATIVE_FUNCTIONS, is_transformed
+from curvmon.graph.layer_norm import LayerNorm
+from curvmon.graph.trilinear import BatchNorm, Convolution, Linear, trilinear
+from curvmon.isolation.patches import (
+    BATCH_NORM_BACKWARD,
+    CONVOLUTION_BACKWARD,
+    LAYER_NORM_BACKWARD,
+    NATIVE_FUNCTIONS,
+    is_transformed,
+)
 
 _ACTIVATION_NAMES = "silu gelu tanh sigmoid softplus elu selu celu mish hardswish logsigmoid softsign"
 _ACTIVATIONS = frozenset(
@@ -29,6 +40,8 @@ _ACTIVATIONS = frozenset(
     for name in _ACTIVATION_NAMES.split()
     if hasattr(space, name)
 )
+_RELU = {torch.relu: False, Tensor.relu: False, torch.relu_: True, Tensor.relu_: True}
+"""whether it is in place; F.relu takes an argument"""
 _CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
     torch.conv1d: (1, False),
     torch.conv2d: (2, False),
@@ -45,16 +58,20 @@ _REPLACED_NODE = "replaced_node"
 
 
 class EfficientOperations(TorchFunctionMode):
-    """While active, replaces the operations above where their input depends on a tap and their weights are constant.
+    """While active, replaces the operations above where their input or their parameters require gradients.
 
     Attributes:
         loss_differentiates: a gradient was taken while active, so the loss must be computed without replacements.
+        only_cotangents: see `cotangents_only`.
+        entries: of all tensors that were computed and require gradients: about those of the activations.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.active = False
         self.loss_differentiates = False
+        self.only_cotangents = False
+        self.entries = 0
 
     def __enter__(self) -> EfficientOperations:
         self.active = True
@@ -65,18 +82,41 @@ class EfficientOperations(TorchFunctionMode):
         self.active = False
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def cotangents_only(self) -> Iterator[None]:
+        """Differentiate a gradient J^T c w.r.t. c alone, and skip the derivatives w.r.t. what J depends on.
+
+        autograd asks for them too: it does not know that they lead to no variable that is wanted.
+        """
+        self.only_cotangents = True
+        try:
+            yield
+        finally:
+            self.only_cotangents = False
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = None
         if func in _CONVOLUTIONS and _is_replaceable_call():
-            result = _convolution(*_CONVOLUTIONS[func], *args, **kwargs)
+            result = self._convolution(*_CONVOLUTIONS[func], *args, **kwargs)
+        elif func is F.linear and _is_replaceable_call():
+            result = self._linear(*args, **kwargs)
         elif func is F.batch_norm and _is_replaceable_call():
-            result = _affine(*args, **kwargs)
+            result = self._batch_norm(*args, **kwargs)
+        elif func is F.layer_norm and _is_replaceable_call():
+            result = self._layer_norm(*args, **kwargs)
         elif func in _ACTIVATIONS and args and _is_replaceable_call():
             result = self._activation(func, args[0], args[1:], kwargs)
-        return func(*args, **kwargs) if result is None else result
+        elif func is F.relu and _is_replaceable_call():
+            result = _relu(*args, **kwargs)
+        elif func in _RELU and args and _is_replaceable_call():
+            result = _relu(args[0], _RELU[func])
+        result = func(*args, **kwargs) if result is None else result
+        if isinstance(result, Tensor) and result.requires_grad:
+            self.entries += result.numel()
+        return result
 
     def _activation(self, func: Any, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         options = *args, *kwargs.values()
@@ -85,6 +125,76 @@ class EfficientOperations(TorchFunctionMode):
         if in_place or not _is_tapped(x) or not all(isinstance(value, (bool, int, float, str)) for value in options):
             return None
         return _apply(_Activation, x, _apply(_InputProxy, x), self, lambda at: func(at, *args, **kwargs))
+
+    def _linear(self, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
+        """Arguments as those of F.linear."""
+        if not _is_replaceable(input, weight, bias) or weight.ndim != 2:
+            return None
+        return trilinear(Linear(), self, input, weight, bias)
+
+    def _batch_norm(
+        self,
+        input: Any,
+        running_mean: Any,
+        running_var: Any,
+        weight: Any = None,
+        bias: Any = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        """Eval mode only; arguments as those of F.batch_norm."""
+        statistics = running_mean, running_var
+        if training or not all(type(t) is Tensor and not t.requires_grad for t in statistics):
+            return None
+        if BATCH_NORM_BACKWARD.get() is None or not _is_replaceable(input, weight, bias):
+            return None
+        if any(t is not None and t.dtype != input.dtype for t in (*statistics, weight, bias)):
+            return None  # in mixed precision torch's result has the dtype of the input
+        form = BatchNorm(running_mean, running_var, eps)
+        return trilinear(form, self, input, torch.ones_like(running_var) if weight is None else weight, bias)
+
+    def _convolution(
+        self, dims: int, transposed: bool, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """W x + bias; None for a call that is not replaced. Arguments as those of torch's convolutions."""
+        if CONVOLUTION_BACKWARD.get() is None or not _is_replaceable(input, weight, bias) or input.ndim != dims + 2:
+            return None
+        tail = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+        options = dict(zip(("stride", "padding", *tail), args)) | kwargs
+
+        def per_dimension(name: str, default: int) -> list[int]:
+            value = options.get(name, default)
+            values = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
+            return values * dims if len(values) == 1 else values
+
+        dilation = per_dimension("dilation", 1)
+        if isinstance(options.get("padding"), str):
+            reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:])]
+            if options["padding"] == "same" and any(r % 2 for r in reach):
+                return None  # the padding is not symmetric
+            options["padding"] = [r // 2 if options["padding"] == "same" else 0 for r in reach]
+        form = Convolution(
+            input,
+            weight,
+            per_dimension("stride", 1),
+            per_dimension("padding", 0),
+            dilation,
+            transposed,
+            per_dimension("output_padding", 0),
+            int(options.get("groups", 1)),
+        )
+        return trilinear(form, self, input, weight, bias)
+
+    def _layer_norm(
+        self, input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+    ) -> Tensor | None:
+        """Arguments as those of F.layer_norm."""
+        if LAYER_NORM_BACKWARD.get() is None or not _is_replaceable(input, weight, bias):
+            return None
+        if any(p is not None and p.dtype != input.dtype for p in (weight, bias)):
+            return None
+        return _apply(LayerNorm, input, weight, bias, list(normalized_shape), eps, self)
 
 
 def _is_replaceable_call() -> bool:
@@ -96,8 +206,11 @@ def _is_tapped(x: Any) -> bool:
     return type(x) is Tensor and x.requires_grad and x.is_floating_point()
 
 
-def _is_constant(value: Any) -> bool:
-    return value is None or (type(value) in (Tensor, nn.Parameter) and not value.requires_grad)
+def _is_replaceable(x: Any, *parameters: Any) -> bool:
+    """Whether one of them requires gradients, and none is of a class of its own."""
+    given = [x, *(p for p in parameters if p is not None)]
+    plain = type(x) is Tensor and x.is_floating_point() and all(type(t) in (Tensor, nn.Parameter) for t in given)
+    return plain and any(t.requires_grad for t in given)
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -138,7 +251,46 @@ class _Activation(torch.autograd.Function):
         ctx.mode.loss_differentiates |= ctx.mode.active
         if not torch.is_grad_enabled():
             return gradient * first, None, None, None
-        return _apply(_ActivationGradient, gradient, proxy, first, second), None, None, None
+        return _apply(_ActivationGradient, gradient, proxy, first, second, ctx.mode), None, None, None
+
+
+class _Relu(torch.autograd.Function):
+    """Linear in pieces; torch adds zeros for the second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, in_place: bool) -> Tensor:
+        y = torch.relu_(x) if in_place else torch.relu(x)
+        if in_place:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(y > 0, x.new_zeros(()))
+        ctx.replaced_node = "ReluBackward0"
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        positive, zero = ctx.saved_tensors
+        return _passed(gradient, positive, zero), None
+
+
+def _passed(gradient: Tensor, positive: Tensor, zero: Tensor) -> Tensor:
+    """The gradient where the input was positive."""
+    if torch.is_grad_enabled():
+        return _apply(_Passed, gradient, positive, zero)
+    return torch.where(positive, gradient, zero)
+
+
+class _Passed(torch.autograd.Function):
+    """torch.where, whose own derivative makes a new zero every time."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, positive: Tensor, zero: Tensor) -> Tensor:
+        ctx.save_for_backward(positive, zero)
+        ctx.replaced_node = None
+        return torch.where(positive, gradient, zero)
+
+    @staticmethod
+    def backward(ctx: Any, tangent: Tensor) -> Any:
+        return _passed(tangent, *ctx.saved_tensors), None, None
 
 
 class _InputProxy(torch.autograd.Function):
@@ -158,116 +310,21 @@ class _ActivationGradient(torch.autograd.Function):
     """g f'(x), as a function of g and x."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, proxy: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gradient: Tensor, proxy: Tensor, first: Tensor, second: Tensor, mode: EfficientOperations
+    ) -> Tensor:
         ctx.save_for_backward(first, gradient * second)
-        ctx.replaced_node = None
+        ctx.mode, ctx.replaced_node = mode, None
         return gradient * first
 
     @staticmethod
     @once_differentiable  # a third derivative would be wrong: an error instead
     def backward(ctx: Any, tangent: Tensor) -> Any:
         first, weighted_second = ctx.saved_tensors
-        return tangent * first, tangent * weighted_second, None, None
+        for_x = None if ctx.mode.only_cotangents else tangent * weighted_second
+        return tangent * first, for_x, None, None, None
 
 
-def _affine(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, eval mode only; arguments as those of F.batch_norm."""
-    constants = running_mean, running_var, weight, bias
-    if training or running_mean is None or running_var is None or not _is_tapped(input):
-        return None
-    if not all(_is_constant(c) and (c is None or c.dtype == input.dtype) for c in constants):
-        return None  # in mixed precision torch's result has the dtype of the input
-    scale = (running_var + eps).rsqrt()
-    scale = scale if weight is None else scale * weight
-    shift = -running_mean * scale if bias is None else bias - running_mean * scale
-    shape = [1, -1, *[1] * (input.ndim - 2)]
-    result: Tensor = input * scale.reshape(shape) + shift.reshape(shape)
-    return result
-
-
-class _Geometry(NamedTuple):
-    """The options of a convolution, in the order of the arguments of torch.convolution."""
-
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool
-    output_padding: list[int]
-    groups: int
-
-
-def _convolution(
-    dims: int, transposed: bool, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """W x + bias with constant weights; None for any other call. Arguments as those of torch's convolutions."""
-    if (
-        CONVOLUTION_BACKWARD.get() is None
-        or not _is_tapped(input)
-        or input.ndim != dims + 2
-        or not (_is_constant(weight) and _is_constant(bias))
-    ):
-        return None
-    tail = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
-    options = dict(zip(("stride", "padding", *tail), args)) | kwargs
-
-    def per_dimension(name: str, default: int) -> list[int]:
-        value = options.get(name, default)
-        values = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
-        return values * dims if len(values) == 1 else values
-
-    dilation = per_dimension("dilation", 1)
-    if isinstance(options.get("padding"), str):
-        reach = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:])]
-        if options["padding"] == "same" and any(r % 2 for r in reach):
-            return None  # the padding is not symmetric
-        options["padding"] = [r // 2 if options["padding"] == "same" else 0 for r in reach]
-    geometry = _Geometry(
-        per_dimension("stride", 1),
-        per_dimension("padding", 0),
-        dilation,
-        transposed,
-        per_dimension("output_padding", 0),
-        int(options.get("groups", 1)),
-    )
-    return _apply(_Convolution, input, weight, bias, geometry)
-
-
-class _Convolution(torch.autograd.Function):
-    """x -> W x + bias, linear in x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.geometry, ctx.shape = geometry, x.shape
-        ctx.replaced_node = "ConvolutionBackward0"
-        return torch.convolution(x, weight, bias, *geometry)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_Adjoint, gradient, *ctx.saved_tensors, ctx.shape, ctx.geometry), None, None, None
-
-
-class _Adjoint(torch.autograd.Function):
-    """g -> W^T g."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.geometry, ctx.replaced_node = geometry, None
-        like = gradient.new_empty(1).expand(shape)  # only its shape is used
-        only_input = [True, False, False]
-        result: Tensor = CONVOLUTION_BACKWARD.get()(gradient, like, weight, None, *geometry, only_input)[0]
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, tangent: Tensor) -> Any:
-        return _apply(_Convolution, tangent, *ctx.saved_tensors, None, ctx.geometry), None, None, None
+def _relu(input: Any, inplace: bool = False) -> Tensor | None:
+    """Arguments as those of F.relu."""
+    return _apply(_Relu, input, inplace) if _is_tapped(input) else None

@@ -44,6 +44,8 @@ class TappedGraph:
     """names of the torch loss functions that were called"""
     unlinked: list[str]
     """those of them that take probabilities and whose logits were not found"""
+    operations: EfficientOperations
+    """those that the graph was made with"""
 
 
 def tapped_forward(
@@ -112,6 +114,7 @@ def tapped_forward(
         output_taps=[tap for _, tap in outputs],
         losses=finder.losses,
         unlinked=finder.unlinked,
+        operations=operations,
     )
 
 

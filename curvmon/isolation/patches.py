@@ -183,17 +183,14 @@ PATCHES = [
         replacement=lambda generator: _no_checkpoint,
     ),
     # the parametrization looks it up in `torch`, the older hook in its own module
-    Symbol(
-        "torch:_weight_norm",
-        why=_WEIGHT_NORM,
-        missing=_WRONG_WEIGHT_NORM,
-        replacement=lambda fused: _composed_weight_norm,
-    ),
-    Symbol(
-        "torch.nn.utils.weight_norm:_weight_norm",
-        why=_WEIGHT_NORM,
-        missing=_WRONG_WEIGHT_NORM,
-        replacement=lambda fused: _composed_weight_norm,
+    *(
+        Symbol(
+            f"{module}:_weight_norm",
+            why=_WEIGHT_NORM,
+            missing=_WRONG_WEIGHT_NORM,
+            replacement=lambda fused: _composed_weight_norm,
+        )
+        for module in ("torch", "torch.nn.utils.weight_norm")
     ),
     *(
         Symbol(
@@ -266,11 +263,14 @@ FORWARD_LEVEL = Symbol(
     missing="torch's own second derivatives of convolutions and activations are used, which are slower",
     is_valid=lambda value: isinstance(value, int),
 )
-CONVOLUTION_BACKWARD = Symbol(
-    "torch:ops.aten.convolution_backward",
-    why="the adjoint of a convolution without the gradient w.r.t. its weights",
-    missing="torch's own second derivatives of convolutions are used, which are slower",
-    is_valid=callable,
+CONVOLUTION_BACKWARD, BATCH_NORM_BACKWARD, LAYER_NORM_BACKWARD = (
+    Symbol(
+        f"torch:ops.aten.{name}_backward",
+        why="single derivatives of an operation, without the others",
+        missing="torch's own second derivatives of convolutions or normalisations are used, which are slower",
+        is_valid=callable,
+    )
+    for name in ("convolution", "native_batch_norm", "native_layer_norm")
 )
 TENSOR_VERSION = Symbol(
     "torch:Tensor._version",
@@ -301,8 +301,8 @@ GROUP_OR_DEFAULT = Symbol(
 TABLE = [
     *PATCHES,
     AUTOCAST_ENABLED, *BACKWARD_HOOKS, *FORWARD_HOOKS, *GRADIENT_SYNC, MAKE_SUBCLASS, LOADER_ITERATOR, NATIVE_FUNCTIONS,
-    FUNCTORCH_STACK, FORWARD_LEVEL, CONVOLUTION_BACKWARD, TENSOR_VERSION, TENSOR_BASE, DEFAULT_GROUP,
-    GROUP_OR_DEFAULT,
+    FUNCTORCH_STACK, FORWARD_LEVEL, CONVOLUTION_BACKWARD, BATCH_NORM_BACKWARD, LAYER_NORM_BACKWARD, TENSOR_VERSION,
+    TENSOR_BASE, DEFAULT_GROUP, GROUP_OR_DEFAULT,
 ]  # fmt: skip
 COLLECTIVES = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",

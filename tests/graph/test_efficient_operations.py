@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
+from curvmon.graph.autograd import differentiate
 from curvmon.graph.efficient_operations import EfficientOperations, is_efficient_operation
+from curvmon.graph.linear_layers import used_once
 from curvmon.operators.session import open_session
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -100,11 +104,6 @@ def test_unsupported_calls_are_not_replaced() -> None:
     assert not compare(lambda x: F.batch_norm(x, None, None, training=True), x)
     assert not compare(lambda x: F.silu(x.clone(), inplace=True), x)
     assert not compare(lambda x: F.elu(x.clone(), 1.0, True), x)
-    trainable = W[2].clone().requires_grad_()
-    with EfficientOperations():
-        y = F.conv2d(x.requires_grad_() * 1.0, trainable)
-    assert not is_efficient_operation(y.grad_fn)
-    assert torch.autograd.grad(y.sum(), trainable)[0].any()
 
 
 def test_batch_norm_in_mixed_precision_is_not_replaced() -> None:
@@ -113,6 +112,101 @@ def test_batch_norm_in_mixed_precision_is_not_replaced() -> None:
     with EfficientOperations():
         y = F.batch_norm(x * 1.0, STATISTICS[0].float(), STATISTICS[1].float())
     assert y.dtype == torch.bfloat16
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+
+
+TRAINED: dict[str, tuple[tuple[int, ...], list[Tensor], Callable[..., Tensor]]] = {
+    "linear": ((3, 5, 4), parameters((6, 4), (6,)), lambda x, w, b: F.linear(x, w, b)),
+    "linear of a vector": ((4,), parameters((6, 4)), lambda x, w: F.linear(x, w)),
+    "convolution": ((3, 4, 8, 8), parameters((6, 4, 3, 3), (6,)), lambda x, w, b: F.conv2d(x, w, b, 2, 1)),
+    "groups": ((3, 4, 8), parameters((6, 2, 3)), lambda x, w: F.conv1d(x, w, dilation=2, groups=2)),
+    "transposed": ((3, 4, 5), parameters((4, 6, 3), (6,)), lambda x, w, b: F.conv_transpose1d(x, w, b, 2, 1, 1)),
+    "batch norm": ((3, 4, 5), parameters((4,), (4,)), lambda x, w, b: F.batch_norm(x, *STATISTICS, w, b)),
+    "batch norm of rows": ((3, 4), parameters((4,)), lambda x, w: F.batch_norm(x, *STATISTICS, weight=w, eps=0.1)),
+    "layer norm": ((3, 5, 4), parameters((4,), (4,)), lambda x, w, b: F.layer_norm(x, [4], w, b, 0.1)),
+    "two dimensions": ((3, 5, 4), parameters((5, 4)), lambda x, w: F.layer_norm(x, (5, 4), weight=w)),
+    "relu": ((3, 5), parameters((5,)), lambda x, w: torch.relu(x * w) * w),
+    "relu in place": ((3, 5), parameters((5,)), lambda x, w: F.relu(x * w, inplace=True) * w),
+}
+"""the shape of the input, parameters, and the function of both"""
+
+
+def products(
+    function: Callable[..., Tensor], shape: tuple[int, ...], weights: list[Tensor], batched: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Value, gradients and their derivatives; derivatives of these are needed by losses that take gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+    y = function(x * 1.0, *weights)
+    g = torch.randn(y.shape, dtype=torch.float64, generator=generator).requires_grad_()
+    variables = [x, *weights, g]
+    first = torch.autograd.grad(y, variables[:-1], g, create_graph=True)
+    vectors = [torch.randn((3, *f.shape), dtype=torch.float64, generator=generator) for f in first]
+    images = [
+        [t for t in differentiate(first, variables, z, batched=batched) if t is not None]
+        for z in ([vectors] if batched else [[v[i] for v in vectors] for i in range(3)])
+    ]
+    stacked = images[0] if batched else [torch.stack(each) for each in zip(*images)]
+    return [y, *first], stacked
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_parameters(name: str) -> None:
+    """Also several products in one launch, in which no operation may run in a loop."""
+    shape, weights, function = TRAINED[name]
+    values, truth = products(function, shape, weights, batched=False)
+
+    def efficient(*args: Tensor) -> Tensor:
+        with EfficientOperations():
+            return function(*args)
+
+    for batched in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found, images = products(efficient, shape, weights, batched)
+        torch.testing.assert_close(found, values, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(images, truth, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "convolution", "groups", "batch norm", "batch norm of rows", "relu"])
+def test_third_derivatives(name: str) -> None:
+    """Of operations that are linear in each argument there are derivatives of every order."""
+    shape, weights, function = TRAINED[name]
+    found = []
+    for efficient in (False, True):
+        x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with EfficientOperations() if efficient else nullcontext():
+            y = function(x * 1.0, *weights)
+        variables = [x, *weights]
+        first = torch.autograd.grad(y.square().sum(), variables, create_graph=True)
+        second = torch.autograd.grad(sum(t.square().sum() for t in first), variables, create_graph=True)
+        found.append(torch.autograd.grad(sum(t.square().sum() for t in second), variables))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_of_layer_norm_in_the_loss_is_noticed() -> None:
+    """A loss with gradients has third derivatives, and those of a layer norm are not known."""
+    x = torch.randn(3, 4).requires_grad_()
+    with EfficientOperations() as operations:
+        y = F.layer_norm(x * 1.0, [4])
+        assert not operations.loss_differentiates
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert operations.loss_differentiates
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_parameters_are_used_once(name: str) -> None:
+    """A layer whose parameters seem to be used twice would not count as linear in them."""
+    shape, weights, function = TRAINED[name]
+    weights = [w.detach().requires_grad_() for w in weights]
+    x = torch.randn(shape, dtype=torch.float64)
+    with EfficientOperations():
+        loss = (function(x, *weights) if "relu" not in name else torch.relu(x * weights[0])).sum()
+    assert used_once(loss, weights) == set(range(len(weights)))
 
 
 class Smooth(nn.Module):

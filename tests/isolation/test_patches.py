@@ -237,6 +237,22 @@ def adjoint_of_a_convolution_is_its_gradient() -> None:
     torch.testing.assert_close(adjoint, torch.autograd.grad(F.conv2d(x, weight), x, g)[0])
 
 
+def gradients_of_a_normalisation_are_its_gradients(name: str) -> Callable[[], None]:
+    def check() -> None:
+        x, g = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3)
+        weight, bias, mean, variance = (torch.rand(3, requires_grad=i < 2) for i in range(4))
+        if name == "batch":
+            y = F.batch_norm(x, mean, variance, weight, bias)
+            options = mean, variance, None, None, False, 1e-5, [True, True, True]
+            found = patches.BATCH_NORM_BACKWARD.get()(g, x, weight, *options)
+        else:
+            y, means, rsqrts = torch.native_layer_norm(x, [3], weight, bias, 1e-5)
+            found = patches.LAYER_NORM_BACKWARD.get()(g, x, [3], means, rsqrts, weight, bias, [True, True, True])
+        torch.testing.assert_close(found, torch.autograd.grad(y, [x, weight, bias], g))
+
+    return check
+
+
 def versions_count_changes() -> None:
     x = torch.ones(2)
     before = patches.version(x)
@@ -301,6 +317,8 @@ EFFECTS: dict[str, Callable[[], None]] = {
     "torch:_C._functorch.peek_interpreter_stack": torch_func_is_seen,
     "torch.autograd.forward_ad:_current_level": forward_mode_is_seen,
     "torch:ops.aten.convolution_backward": adjoint_of_a_convolution_is_its_gradient,
+    "torch:ops.aten.native_batch_norm_backward": gradients_of_a_normalisation_are_its_gradients("batch"),
+    "torch:ops.aten.native_layer_norm_backward": gradients_of_a_normalisation_are_its_gradients("layer"),
     "torch:Tensor._version": versions_count_changes,
     "torch:Tensor._base": views_have_bases,
     "torch.distributed.distributed_c10d:_get_default_group": collectives_by_name_are_refused,
