@@ -13,7 +13,7 @@ T = H - GN. Nothing is stored that is larger than the nodes themselves.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from curvmon.errors import LossError
 from curvmon.graph.autograd import bypassed, custom_functions, differentiate, has_convolutions, product
 from curvmon.graph.taps import TappedGraph
 from curvmon.numerics import check_finite, norm_squared, precise
+from curvmon.operators.batching import Batched, check_batched
 
 NEGLECTED = 0.05
 """GN is reported as long as no more than this share of the gradient bypasses the outputs."""
@@ -57,13 +58,17 @@ class BlockOperator(Protocol):
     """2 if a column takes a product with H and one with GN"""
 
     def columns(self, w: int, z: Tensor) -> Products:
-        """H[:, w] Z and GN[:, w] Z for the columns of Z (d_w x k). The operator decides how they are batched."""
+        """H[:, w] Z and GN[:, w] Z for the columns of Z (d_w x k), checked to be finite."""
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        """H[:, w] Z_w and GN[:, w] Z_w for several nodes w at once, without synchronisation and unchecked."""
 
 
 class GraphOperator:
     """The `BlockOperator` of a tapped graph. Valid for any DAG and loss, also where samples interact."""
 
-    def __init__(self, graph: TappedGraph) -> None:
+    def __init__(self, graph: TappedGraph, batched: Batched = "auto") -> None:
+        check_batched(batched)
         self.graph = graph
         self.templates: Sequence[Tensor] = graph.taps
         self.gradients = differentiate([graph.loss], graph.taps)
@@ -118,6 +123,12 @@ class GraphOperator:
         return float((difference / whole) ** 0.5) if whole else 0.0
 
     def columns(self, w: int, z: Tensor) -> Products:
+        return checked(self.columns_of({w: z})[w])
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        return {w: self._column(w, z) for w, z in requests.items()}
+
+    def _column(self, w: int, z: Tensor) -> Products:
         def image(vectors: Tensor, batched: bool) -> Columns:
             remainder, gauss_newton = self.joint({w: vectors}, batched)
             return [*remainder, *(gauss_newton or [])]
@@ -125,8 +136,11 @@ class GraphOperator:
         images, rows = self._in_batches(z, image), len(self.graph.taps)
         return Products(images[:rows], images[rows:] or None, z.shape[1] * len(images) // rows)
 
-    def remainders(self, w: int, z: Tensor) -> Products:
-        """`columns` without GN: only where `splits`."""
+    def remainders_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        """`columns_of` without GN: only where `splits`."""
+        return {w: self._remainder(w, z) for w, z in requests.items()}
+
+    def _remainder(self, w: int, z: Tensor) -> Products:
         taps = self.graph.taps
         images = self._in_batches(z, lambda vectors, batched: self._slope({w: vectors}, taps, batched))
         return Products(images, None, z.shape[1])
@@ -134,6 +148,7 @@ class GraphOperator:
     def block(self, part: Part, v: int, w: int, z: Tensor) -> Tensor:
         """A[v, w] Z (d_v x k) for A = H, GN or T; GN and T only where `has_gauss_newton`."""
         (image,) = self._in_batches(z, lambda vectors, batched: [self._block(part, v, w, vectors, batched)])
+        check_finite([image])
         return image
 
     def _block(self, part: Part, v: int, w: int, vectors: Tensor, batched: bool) -> Tensor:
@@ -194,6 +209,10 @@ class GraphOperator:
 
 def _side_by_side(parts: list[Columns]) -> Columns:
     """Images of some columns each, put together for every row v."""
-    stacked = [torch.cat(images, dim=1) for images in zip(*parts)]
-    check_finite(stacked)
-    return stacked
+    return [torch.cat(images, dim=1) for images in zip(*parts)]
+
+
+def checked(products: Products) -> Products:
+    """Raise `NonFiniteError` if a product is not finite."""
+    check_finite([*products.remainder, *(products.gauss_newton or [])])
+    return products
