@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from curvmon.errors import DoubleBackwardError, LossError
 from curvmon.graph.efficient_operations import is_efficient_operation, torch_name
@@ -24,18 +25,14 @@ def product(
     """d/dx_j Σ_i <c_i, f_i> for every variable x_j: a vector-Jacobian product; zeros where the graph has no path.
 
     With `batched`, cotangents and results have one more dimension in front: one product for each index along it. One
-    backward pass, under vmap.
+    backward pass.
     """
-    present = [i for i, f in enumerate(functions) if f is not None and f.requires_grad]
-    depending = [f for f in functions if f is not None and f.requires_grad]
-
-    def one(*vectors: Tensor) -> tuple[Tensor, ...]:
-        results = differentiate(depending, variables, [vectors[i] for i in present])
-        return tuple(v.new_zeros(v.shape) if r is None else r.detach() for r, v in zip(results, variables))
-
-    if not variables:
-        return []
-    return list(torch.vmap(one)(*cotangents) if batched else one(*cotangents))
+    pairs = [(f, c) for f, c in zip(functions, cotangents) if f is not None and f.requires_grad]
+    results: Sequence[Tensor | None] = [None] * len(variables)
+    if pairs:
+        results = differentiate([f for f, _ in pairs], variables, [c for _, c in pairs], batched=batched)
+    leading = cotangents[0].shape[:1] if batched else ()
+    return [v.new_zeros((*leading, *v.shape)) if r is None else r.detach() for r, v in zip(results, variables)]
 
 
 def differentiate(
@@ -43,23 +40,30 @@ def differentiate(
     variables: Sequence[Tensor],
     cotangents: Sequence[Tensor] | None = None,
     create_graph: bool = False,
+    batched: bool = False,
 ) -> list[Tensor | None]:
     """`autograd.grad` that keeps the graph; None where the graph has no path and the derivative is zero."""
     if not variables or not any(f.requires_grad for f in functions):
         return [None] * len(variables)
-    try:
-        return list(
-            torch.autograd.grad(
-                functions,
-                variables,
-                cotangents,
-                retain_graph=True,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
+    unused: list[int] = []
+
+    def gradients(cotangents: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        results = torch.autograd.grad(
+            functions, variables, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True
         )
+        unused[:] = (i for i, result in enumerate(results) if result is None)
+        return tuple(result for result in results if result is not None)
+
+    try:
+        # `is_grads_batched` would run most operations in a loop
+        results: list[Tensor | None] = [
+            *(vmap(gradients)(tuple(cotangents or ())) if batched else gradients(cotangents))
+        ]
     except RuntimeError as error:
         raise _explained(error) from error
+    for i in unused:
+        results.insert(i, None)
+    return results
 
 
 def _explained(error: RuntimeError) -> Exception:
@@ -129,7 +133,7 @@ def leads_to(tensors: Sequence[Tensor], leaves: Sequence[Tensor], gates: Sequenc
 
 def has_convolutions(tensors: Sequence[Tensor]) -> bool:
     """Whether there is one in the graph behind the tensors."""
-    return any(CONVOLUTION_NODE in function.name() for function in _reachable(tensors))
+    return any(CONVOLUTION_NODE in (torch_name(function) or "") for function in _reachable(tensors))
 
 
 _LEAF_NODE = "AccumulateGrad"
@@ -160,12 +164,12 @@ def operands(stages: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[int]
     """For each tensor, how many of those that it is computed from, and no earlier one is, the gradients depend on."""
     forward = set(_reachable(stages))
     behind = set(_reachable(gradients)) - forward
-    found = {source for function in behind for source, _ in function.next_functions} & forward
+    sources = {source for function in behind for source, _ in function.next_functions} & forward
     counts, seen = [], set[Any]()
     for stage in stages:
         new = set(_reachable([stage])) - seen
         seen |= new
-        counts.append(len(new & found))
+        counts.append(len(new & sources))
     return counts
 
 

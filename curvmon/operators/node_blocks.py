@@ -23,13 +23,14 @@ from curvmon.errors import LossError
 from curvmon.graph.autograd import bypassed, custom_functions, differentiate, has_convolutions, operands, product
 from curvmon.graph.taps import TappedGraph
 from curvmon.numerics import check_finite, norm_squared, precise
-from curvmon.operators.batching import Batched, Launches, batches_products, check_batched
+from curvmon.operators.batching import Batched, batches_products, check_batched
+from curvmon.operators.launches import Launches
 
 BATCHED_BYTES = 2**30
 """what the products of one launch may hold on an accelerator"""
 CACHED_BYTES = 2**23
 """the same on a CPU, where batching is faster only within the cache (docs/cost.md)"""
-IN_PASSING = 4
+HELD_AT_A_TIME = 4
 """tensors that a backward pass holds at a time"""
 NEGLECTED = 0.05
 """GN is reported as long as no more than this share of the gradient bypasses the outputs."""
@@ -103,15 +104,15 @@ class GraphOperator:
     def _held(self) -> list[int]:
         """About how many bytes a product with T[:, w] holds, by w.
 
-        Its second half passes through the network once. Its first half leaves there a gradient w.r.t. every tensor
-        behind w that an operation is not linear in.
+        Double backward keeps a gradient w.r.t. every operand behind w of a nonlinear operation, and a few at a time
+        in its last half, from the loss back to the first node.
         """
         graph = self.graph
         stages = [*graph.tapped, max(graph.outputs, key=Tensor.numel, default=graph.loss)]
         sizes = [stage.numel() * stage.element_size() for stage in stages]
         counts = operands([*graph.tapped, graph.loss], [slope for slope in self._slopes if slope is not None])
         left = [count * max(pair) for count, pair in zip(counts[1:], pairwise(sizes))]
-        return list(accumulate(reversed(left), initial=IN_PASSING * max(sizes)))[:0:-1]
+        return list(accumulate(reversed(left), initial=HELD_AT_A_TIME * max(sizes)))[:0:-1]
 
     def _pulled_back(self) -> list[Tensor | None]:
         """q_v = J_v^T c, with a graph that leads to e and to c."""

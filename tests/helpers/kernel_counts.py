@@ -11,15 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim")
 """operations whose result the host waits for"""
 EMPTY = (
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "detach",
-    "lift_fresh",
-)
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "_unsafe_view",
+)  # fmt: skip
 """operations that launch nothing although they are no views"""
 
 

@@ -14,7 +14,8 @@ import curvmon
 from benchmarks.networks import Decoder, next_token_loss
 from curvmon.errors import InputError
 from curvmon.operators import node_blocks
-from curvmon.operators.batching import Batched, Launches
+from curvmon.operators.batching import Batched
+from curvmon.operators.launches import Launches
 from curvmon.operators.node_blocks import GraphOperator, Products
 from curvmon.operators.session import open_session
 from tests.helpers.kernel_counts import KernelCounts
@@ -56,6 +57,32 @@ class Cube(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _Cube.apply(x) / 10  # type: ignore[no-untyped-call,no-any-return]
+
+
+LIBRARY = torch.library.Library("curvmon_test", "DEF")
+LIBRARY.define("scaled(Tensor x) -> Tensor")
+LIBRARY.impl("scaled", lambda x: 2 * x, "CompositeExplicitAutograd")
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return _double(g) if g.requires_grad else torch.ops.curvmon_test.scaled(g)
+
+
+def _double(x: Tensor) -> Tensor:
+    return _Double.apply(x)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Double(nn.Module):
+    """2 tanh(x); the gradient is computed by an operation without a batching rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _double(torch.tanh(x))
 
 
 class HostCopy(nn.Module):
@@ -196,6 +223,21 @@ def test_operations_that_vmap_cannot_run_are_computed_one_by_one(
         with KernelCounts() as again:  # it is not tried again
             session.operator.columns_of(requests)
     assert again.kernels == counts.kernels
+
+
+def test_operation_without_batching_rule_runs_in_a_loop_alone(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setitem(NETWORKS, "custom", (lambda: mlp(Double), rows(5), cross_entropy, MLP_NODES))
+    images, kernels = [], []
+    for batched in (False, True):
+        with session_of("custom", batched) as session, KernelCounts() as counts:
+            images.append(session.operator.columns_of(columns(session.operator, 4)))
+        kernels.append(counts.kernels)
+    assert_equal(*images)
+    assert kernels[1]["scaled"] >= 12  # the columns of three nodes
+    assert kernels[1].total() < kernels[0].total() / 3
+    assert not recwarn.list
 
 
 def test_columns_are_checked_and_those_of_several_nodes_are_not() -> None:
