@@ -160,6 +160,19 @@ def operations(stages: Sequence[Tensor], taps: Sequence[Tensor] = ()) -> list[Co
     return counts
 
 
+def operands(stages: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[int]:
+    """For each tensor, how many of those that it is computed from, and no earlier one is, the gradients depend on."""
+    forward = set(_reachable(stages))
+    behind = set(_reachable(gradients)) - forward
+    sources = {source for function in behind for source, _ in function.next_functions} & forward
+    counts, seen = [], set[Any]()
+    for stage in stages:
+        new = set(_reachable([stage])) - seen
+        seen |= new
+        counts.append(len(new & sources))
+    return counts
+
+
 def _reachable(tensors: Sequence[Tensor], gates: Sequence[Tensor] = ()) -> list[Any]:
     """All nodes of the graph behind the tensors, except those behind a sum `x + gate` with a leaf of `gates`."""
     closed = {id(gate) for gate in gates}

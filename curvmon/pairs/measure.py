@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,4 +159,9 @@ class _CountedOperator:
     def columns(self, w: int, z: Tensor) -> Products:
         products = self._operator.columns(w, z)
         self._on_product(products.spent)
+        return products
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        products = self._operator.columns_of(requests)
+        self._on_product(sum(each.spent for each in products.values()))
         return products

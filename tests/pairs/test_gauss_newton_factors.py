@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import curvmon
 from curvmon.graph import loss_curvature as losses
-from curvmon.operators import node_blocks as operators
 from curvmon.operators.session import open_session
 from curvmon.pairs import gauss_newton
 from curvmon.pairs import gauss_newton_factors as factors
@@ -222,18 +221,6 @@ def test_nodes_before_a_linear_head_need_no_probes(x: Tensor) -> None:
     truth = curvmon.exact(smooth_net(), x, loss=LOSSES["cross-entropy"], nodes=["0", "3"])
     torch.testing.assert_close(found.resonance[1], truth.resonance[1], rtol=2e-5, atol=0)
     assert found.gn_gap[0, 1] == found.gn_gap[1, 1] == 0 < found.gn_gap[0, 0]
-
-
-def test_batched_products_are_the_same(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"loss": LOSSES["cross-entropy"], "nodes": ["0", "2"]}
-    with open_session(smooth_net(), x, **options, output=None, batch_dim=0, dtype=None) as session:
-        session.operator.columns(0, torch.randn(30, 4))
-        assert session.operator._batches  # and vmap has not given up
-    batched = curvmon.exact(smooth_net(), x, **options)
-    monkeypatch.setattr(operators, "BATCHED_ENTRIES", 0)
-    one_by_one = curvmon.exact(smooth_net(), x, **options)
-    for pair, block in batched.blocks.items():
-        torch.testing.assert_close(block, one_by_one.blocks[pair], rtol=1e-10, atol=1e-14)
 
 
 def leading_pair(matrix: Tensor) -> tuple[Tensor, float]:
