@@ -13,7 +13,7 @@ T = H - GN. Nothing is stored that is larger than the nodes themselves.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -58,6 +58,9 @@ class BlockOperator(Protocol):
 
     def columns(self, w: int, z: Tensor) -> Products:
         """H[:, w] Z and GN[:, w] Z for the columns of Z (d_w x k). The operator decides how they are batched."""
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        """`columns` for several nodes w at once. Nothing is read back: the products may be NaN."""
 
 
 class GraphOperator:
@@ -124,6 +127,13 @@ class GraphOperator:
 
         images, rows = self._in_batches(z, image), len(self.graph.taps)
         return Products(images[:rows], images[rows:] or None, z.shape[1] * len(images) // rows)
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        return {w: self.columns(w, z) for w, z in requests.items()}
+
+    def remainders_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        """`columns_of` without GN: only where `splits`."""
+        return {w: self.remainders(w, z) for w, z in requests.items()}
 
     def remainders(self, w: int, z: Tensor) -> Products:
         """`columns` without GN: only where `splits`."""

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from curvmon.graph.autograd import product
 from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
-from curvmon.numerics import gaussian, norm_squared, precise, precise_dtype
-from curvmon.operators.node_blocks import BlockOperator, Columns, GraphOperator
+from curvmon.numerics import gaussian, precise, precise_dtype
+from curvmon.operators.node_blocks import BlockOperator, GraphOperator
 from curvmon.pairs.gauss_newton_factors import Cotangents, FactoredOperator, Factors, build
+from curvmon.pairs.host_copy import to_host
 
 FIRST_SKETCHES, MAX_SKETCHES = 4, 64
 MAX_UNITS = 2048
@@ -70,21 +71,26 @@ def gauss_newton_part(
     if not _samples_are_independent(operator, layout, source, factors):
         return NO_FACTORS._replace(notes=["no Gauss-Newton factors, HVPs instead: samples interact"])
     # equal weights for all nodes, whatever their scale
-    scales = [1 / (torch.linalg.vector_norm(c).item() or 1.0) for c in coefficients]
+    sizes: list[float] = torch.stack([torch.linalg.vector_norm(c) for c in coefficients]).tolist()
+    scales = [1 / (size or 1.0) for size in sizes]
     remainder, gauss_newton = operator.joint({v: scale * z for v, (z, scale) in enumerate(zip(probes, scales))})
     assert gauss_newton is not None
+    forms = [precise(z.reshape(-1)) @ precise(image.reshape(-1)) for z, image in zip(probes, gauss_newton)]
+    read = to_host([*forms, *map(_norm, remainder), *map(_norm, gauss_newton)])
+    form, remainder_norm, gauss_newton_norm = torch.stack(read).reshape(3, -1).tolist()
     if factors.is_exact:
         total = torch.stack([scale * c for scale, c in zip(scales, coefficients)]).sum(0)
-        for z, image, c in zip(probes, gauss_newton, coefficients):
-            true = (precise(z.reshape(-1)) @ precise(image.reshape(-1))).item()
-            if abs(factors.bilinear_form(c, total) - true) > AGREEMENT * torch.linalg.vector_norm(c).item():
+        for c, true, size in zip(coefficients, form, sizes):
+            if abs(factors.bilinear_form(c, total) - true) > AGREEMENT * size:
                 what = "its factors do not agree with an HVP (samples interact, or rounding)"
                 return NO_FACTORS._replace(hvps=2, notes=[f"no Gauss-Newton factors, HVPs instead: {what}"])
     if factors.cancels():
         return NO_FACTORS._replace(
             hvps=2, notes=["no Gauss-Newton factors, HVPs instead: parts of an indefinite loss cancel"]
         )
-    linear_nodes = _linear_nodes(remainder, gauss_newton)
+    eps = max(torch.finfo(x.dtype).eps for x in remainder)
+    sizes_of_parts = enumerate(zip(remainder_norm, gauss_newton_norm))
+    linear_nodes = frozenset(v for v, (t, gn) in sizes_of_parts if t <= 10 * eps * gn)
     if not factors.is_exact and len(linear_nodes) == len(graph.nodes):
         # H = GN everywhere: the error of the sketch is that of all metrics
         wanted = min(
@@ -133,19 +139,18 @@ def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Co
     column = layout.rows(source.scaled(0))
     kept = factors.rows
     plain = pulled_back(column) if kept is None else [rows.column(0, layout.samples) for rows in kept]
+    norms, limits = [], []
     for unweighted, weighted in zip(plain, pulled_back(column * weights.to(column).unsqueeze(1))):
         difference = torch.addcmul(weighted, unweighted, weights.to(unweighted).unsqueeze(1), value=-1)
-        size, whole = (torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item() for x in (difference, weighted))
-        if size > 10 * torch.finfo(weighted.dtype).eps * whole:
-            return False
-    return True
+        norms += [_norm(difference), _norm(weighted)]
+        limits.append(10 * torch.finfo(weighted.dtype).eps)
+    sizes = torch.stack(to_host(norms)).reshape(-1, 2).tolist()
+    return not any(size > limit * whole for (size, whole), limit in zip(sizes, limits))
 
 
-def _linear_nodes(remainder: Columns, gauss_newton: Columns) -> frozenset[int]:
-    """Nodes at which the T part of an HVP is zero up to rounding."""
-    eps = max(torch.finfo(x.dtype).eps for x in remainder)
-    sizes = [(norm_squared(t), norm_squared(gn)) for t, gn in zip(remainder, gauss_newton)]
-    return frozenset(v for v, (t, gn) in enumerate(sizes) if t <= (10 * eps) ** 2 * gn)
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=precise_dtype(x))
+    return norm
 
 
 def with_factors(operator: GraphOperator, part: GaussNewtonPart) -> BlockOperator:

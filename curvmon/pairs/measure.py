@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +157,9 @@ class _CountedOperator:
         self.hvps_per_column = operator.hvps_per_column
 
     def columns(self, w: int, z: Tensor) -> Products:
-        products = self._operator.columns(w, z)
-        self._on_product(products.spent)
+        return self.columns_of({w: z})[w]
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        products = self._operator.columns_of(requests)
+        self._on_product(sum(images.spent for images in products.values()))
         return products

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -36,6 +37,9 @@ class DenseBlocks:
         self.products += 2 * z.shape[1]
         hessian, gauss_newton = ([self.block(i, v, w) @ z for v in range(len(self.templates))] for i in range(2))
         return Products([h - g for h, g in zip(hessian, gauss_newton)], gauss_newton, 2 * z.shape[1])
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        return {w: self.columns(w, z) for w, z in requests.items()}
 
     def truth(self, metric: str, v: int, w: int) -> float:
         norm = torch.linalg.norm
