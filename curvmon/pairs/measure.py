@@ -15,7 +15,7 @@ from curvmon.graph.autograd import operations
 from curvmon.operators.finite_difference_check import check_in_double_precision
 from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
-from curvmon.pairs.estimator import PairEstimator
+from curvmon.pairs.estimator import FOR_ALL_METRICS, FOR_NORMS, PairEstimator
 from curvmon.pairs.gauss_newton import gauss_newton_part, with_factors
 from curvmon.records import AFTER_LAST_NODE, Measurement
 
@@ -100,11 +100,13 @@ def run_measurement(
     rtol: float,
     max_hvps: int | None,
     seed: int,
+    few_directions: bool = False,
     raise_max_hvps: bool = False,
     on_product: Callable[[int], None] | None = None,
 ) -> Measurement:
     """`measure` for a monitor: `raise_max_hvps` raises too small a `max_hvps` to the smallest possible one.
 
+    `few_directions`: bases as small as R, C and the gap need for `rtol`; the standard error of D is then larger.
     `on_product` is called with the number of HVPs that were just computed.
     """
     start = time.perf_counter()
@@ -127,6 +129,7 @@ def run_measurement(
             max_hvps=max_hvps,
             generator=generator,
             part=part,
+            effort=FOR_NORMS if few_directions else FOR_ALL_METRICS,
             raise_max_hvps=raise_max_hvps,
         ).run()
     names, value, functions = session.names, session.loss, session.operator.custom_functions
