@@ -24,14 +24,18 @@ def product(
     """d/dx_j Σ_i <c_i, f_i> for every variable x_j: a vector-Jacobian product; zeros where the graph has no path.
 
     With `batched`, cotangents and results have one more dimension in front: one product for each index along it. One
-    backward pass.
+    backward pass, under vmap.
     """
-    pairs = [(f, c) for f, c in zip(functions, cotangents) if f is not None and f.requires_grad]
-    results: Sequence[Tensor | None] = [None] * len(variables)
-    if pairs:
-        results = differentiate([f for f, _ in pairs], variables, [c for _, c in pairs], batched=batched)
-    leading = cotangents[0].shape[:1] if batched else ()
-    return [v.new_zeros((*leading, *v.shape)) if r is None else r.detach() for r, v in zip(results, variables)]
+    present = [i for i, f in enumerate(functions) if f is not None and f.requires_grad]
+    depending = [f for f in functions if f is not None and f.requires_grad]
+
+    def one(*vectors: Tensor) -> tuple[Tensor, ...]:
+        results = differentiate(depending, variables, [vectors[i] for i in present])
+        return tuple(v.new_zeros(v.shape) if r is None else r.detach() for r, v in zip(results, variables))
+
+    if not variables:
+        return []
+    return list(torch.vmap(one)(*cotangents) if batched else one(*cotangents))
 
 
 def differentiate(
@@ -39,7 +43,6 @@ def differentiate(
     variables: Sequence[Tensor],
     cotangents: Sequence[Tensor] | None = None,
     create_graph: bool = False,
-    batched: bool = False,
 ) -> list[Tensor | None]:
     """`autograd.grad` that keeps the graph; None where the graph has no path and the derivative is zero."""
     if not variables or not any(f.requires_grad for f in functions):
@@ -53,7 +56,6 @@ def differentiate(
                 retain_graph=True,
                 create_graph=create_graph,
                 allow_unused=True,
-                is_grads_batched=batched,
             )
         )
     except RuntimeError as error:
@@ -151,6 +153,19 @@ def operations(stages: Sequence[Tensor], taps: Sequence[Tensor] = ()) -> list[Co
             if not is_tap_sum and (name := torch_name(function)) is not None:
                 names.append(re.sub(r"Backward\d*$", "", name.split("::")[-1]))
         counts.append(Counter(name for name in names if name != _LEAF_NODE))
+    return counts
+
+
+def operands(stages: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[int]:
+    """For each tensor, how many of those that it is computed from, and no earlier one is, the gradients depend on."""
+    forward = set(_reachable(stages))
+    behind = set(_reachable(gradients)) - forward
+    found = {source for function in behind for source, _ in function.next_functions} & forward
+    counts, seen = [], set[Any]()
+    for stage in stages:
+        new = set(_reachable([stage])) - seen
+        seen |= new
+        counts.append(len(new & found))
     return counts
 
 

@@ -253,7 +253,10 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _apply(_Adjoint, gradient, *ctx.saved_tensors, ctx.shape, ctx.geometry), None, None, None
+        (weight,) = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return _adjoint(gradient, weight, ctx.shape, ctx.geometry), None, None, None
+        return _apply(_Adjoint, gradient, weight, ctx.shape, ctx.geometry), None, None, None
 
 
 class _Adjoint(torch.autograd.Function):
@@ -263,11 +266,18 @@ class _Adjoint(torch.autograd.Function):
     def forward(ctx: Any, gradient: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.geometry, ctx.replaced_node = geometry, None
-        like = gradient.new_empty(1).expand(shape)  # only its shape is used
-        only_input = [True, False, False]
-        result: Tensor = CONVOLUTION_BACKWARD.get()(gradient, like, weight, None, *geometry, only_input)[0]
-        return result
+        return _adjoint(gradient, weight, shape, geometry)
 
     @staticmethod
     def backward(ctx: Any, tangent: Tensor) -> Any:
-        return _apply(_Convolution, tangent, *ctx.saved_tensors, None, ctx.geometry), None, None, None
+        (weight,) = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return torch.convolution(tangent, weight, None, *ctx.geometry), None, None, None
+        return _apply(_Convolution, tangent, weight, None, ctx.geometry), None, None, None
+
+
+def _adjoint(gradient: Tensor, weight: Tensor, shape: torch.Size, geometry: _Geometry) -> Tensor:
+    like = gradient.new_empty(1).expand(shape)  # only its shape is used
+    only_input = [True, False, False]
+    result: Tensor = CONVOLUTION_BACKWARD.get()(gradient, like, weight, None, *geometry, only_input)[0]
+    return result

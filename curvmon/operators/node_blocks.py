@@ -12,22 +12,27 @@ T = H - GN. Nothing is stored that is larger than the nodes themselves.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from curvmon.errors import LossError
-from curvmon.graph.autograd import bypassed, custom_functions, differentiate, has_convolutions, product
+from curvmon.graph.autograd import bypassed, custom_functions, differentiate, has_convolutions, operands, product
 from curvmon.graph.taps import TappedGraph
 from curvmon.numerics import check_finite, norm_squared, precise
+from curvmon.operators.batching import Batched, Launches, batches_products, check_batched
 
+BATCHED_BYTES = 2**30
+"""what the products of one launch may hold on an accelerator"""
+CACHED_BYTES = 2**23
+"""the same on a CPU, where batching is faster only within the cache (docs/cost.md)"""
+IN_PASSING = 4
+"""tensors that a backward pass holds at a time"""
 NEGLECTED = 0.05
 """GN is reported as long as no more than this share of the gradient bypasses the outputs."""
-MAX_BATCH, BATCHED_ENTRIES = 32, 2**16
-"""Products are batched by vmap while a node has no more entries than this for the whole batch (docs/cost.md)."""
 Columns = list[Tensor]
 """A product for every row v."""
 Part = Literal["hessian", "gauss_newton", "remainder"]
@@ -57,16 +62,17 @@ class BlockOperator(Protocol):
     """2 if a column takes a product with H and one with GN"""
 
     def columns(self, w: int, z: Tensor) -> Products:
-        """H[:, w] Z and GN[:, w] Z for the columns of Z (d_w x k). The operator decides how they are batched."""
+        """H[:, w] Z and GN[:, w] Z for the columns of Z (d_w x k), checked to be finite."""
 
     def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
-        """`columns` for several nodes w at once. Nothing is read back: the products may be NaN."""
+        """H[:, w] Z_w and GN[:, w] Z_w for several nodes w at once, without synchronisation and unchecked."""
 
 
 class GraphOperator:
     """The `BlockOperator` of a tapped graph. Valid for any DAG and loss, also where samples interact."""
 
-    def __init__(self, graph: TappedGraph) -> None:
+    def __init__(self, graph: TappedGraph, batched: Batched = "auto") -> None:
+        check_batched(batched)
         self.graph = graph
         self.templates: Sequence[Tensor] = graph.taps
         self.gradients = differentiate([graph.loss], graph.taps)
@@ -90,10 +96,22 @@ class GraphOperator:
         # T is the derivative of the pullbacks; where they do not hold the whole loss, H that of the gradients
         self._slopes = self._pullbacks if self.splits else self._differentiable_gradients()
         self.hvps_per_column = 2 if self.has_gauss_newton else 1
-        small = max(x.numel() for x in (*graph.tapped, *graph.outputs)) <= BATCHED_ENTRIES
-        self._batches = small and not has_convolutions([graph.loss])
+        self._launches = Launches(self._held(), _capacity(graph, batched))
         derivatives = (*self._slopes, *self._output_gradients)
         self.custom_functions = custom_functions([graph.loss, *(g for g in derivatives if g is not None)])
+
+    def _held(self) -> list[int]:
+        """About how many bytes a product with T[:, w] holds, by w.
+
+        Its second half passes through the network once. Its first half leaves there a gradient w.r.t. every tensor
+        behind w that an operation is not linear in.
+        """
+        graph = self.graph
+        stages = [*graph.tapped, max(graph.outputs, key=Tensor.numel, default=graph.loss)]
+        sizes = [stage.numel() * stage.element_size() for stage in stages]
+        counts = operands([*graph.tapped, graph.loss], [slope for slope in self._slopes if slope is not None])
+        left = [count * max(pair) for count, pair in zip(counts[1:], pairwise(sizes))]
+        return list(accumulate(reversed(left), initial=IN_PASSING * max(sizes)))[:0:-1]
 
     def _pulled_back(self) -> list[Tensor | None]:
         """q_v = J_v^T c, with a graph that leads to e and to c."""
@@ -121,29 +139,28 @@ class GraphOperator:
         return float((difference / whole) ** 0.5) if whole else 0.0
 
     def columns(self, w: int, z: Tensor) -> Products:
-        def image(vectors: Tensor, batched: bool) -> Columns:
-            remainder, gauss_newton = self.joint({w: vectors}, batched)
-            return [*remainder, *(gauss_newton or [])]
-
-        images, rows = self._in_batches(z, image), len(self.graph.taps)
-        return Products(images[:rows], images[rows:] or None, z.shape[1] * len(images) // rows)
+        return checked(self.columns_of({w: z})[w])
 
     def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
-        return {w: self.columns(w, z) for w, z in requests.items()}
+        def image(vectors: Mapping[int, Tensor], batched: bool) -> Columns:
+            remainder, gauss_newton = self.joint(vectors, batched)
+            return [*remainder, *(gauss_newton or [])]
+
+        rows, images = len(self.graph.taps), self._launches.images(requests, image)
+        spent = 2 if self.has_gauss_newton else 1
+        return {w: Products(x[:rows], x[rows:] or None, spent * requests[w].shape[1]) for w, x in images.items()}
 
     def remainders_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
         """`columns_of` without GN: only where `splits`."""
-        return {w: self.remainders(w, z) for w, z in requests.items()}
-
-    def remainders(self, w: int, z: Tensor) -> Products:
-        """`columns` without GN: only where `splits`."""
         taps = self.graph.taps
-        images = self._in_batches(z, lambda vectors, batched: self._slope({w: vectors}, taps, batched))
-        return Products(images, None, z.shape[1])
+        images = self._launches.images(requests, lambda vectors, batched: self._slope(vectors, taps, batched))
+        return {w: Products(x, None, requests[w].shape[1]) for w, x in images.items()}
 
     def block(self, part: Part, v: int, w: int, z: Tensor) -> Tensor:
         """A[v, w] Z (d_v x k) for A = H, GN or T; GN and T only where `has_gauss_newton`."""
-        (image,) = self._in_batches(z, lambda vectors, batched: [self._block(part, v, w, vectors, batched)])
+        images = self._launches.images({w: z}, lambda vectors, batched: [self._block(part, v, w, vectors[w], batched)])
+        (image,) = images[w]
+        check_finite([image])
         return image
 
     def _block(self, part: Part, v: int, w: int, vectors: Tensor, batched: bool) -> Tensor:
@@ -158,7 +175,7 @@ class GraphOperator:
         tangents = product([self._pullbacks[w]], self.cotangents, shaped, batched)
         return product(self.graph.outputs, [tap], self.output_curvature(tangents, batched), batched)[0]
 
-    def joint(self, vectors: dict[int, Tensor], batched: bool = False) -> tuple[Columns, Columns | None]:
+    def joint(self, vectors: Mapping[int, Tensor], batched: bool = False) -> tuple[Columns, Columns | None]:
         """Σ_w T[:, w] z_w and Σ_w GN[:, w] z_w for vectors at several nodes at once; rows of z_w if `batched`."""
         taps, outputs = self.graph.taps, self.cotangents if self.has_gauss_newton else []
         if self.splits:
@@ -179,31 +196,23 @@ class GraphOperator:
     def _pull_curved(self, tangents: Sequence[Tensor], batched: bool) -> Columns:
         return product(self.graph.outputs, self.graph.taps, self.output_curvature(tangents, batched), batched)
 
-    def _slope(self, vectors: dict[int, Tensor], variables: Sequence[Tensor], batched: bool) -> Columns:
+    def _slope(self, vectors: Mapping[int, Tensor], variables: Sequence[Tensor], batched: bool) -> Columns:
         return product([self._slopes[w] for w in vectors], variables, self._shaped(vectors, batched), batched)
 
-    def _shaped(self, vectors: dict[int, Tensor], batched: bool) -> list[Tensor]:
+    def _shaped(self, vectors: Mapping[int, Tensor], batched: bool) -> list[Tensor]:
         taps = self.graph.taps
         many = (-1,) if batched else ()
         return [z.to(taps[w].dtype).reshape(*many, *taps[w].shape) for w, z in vectors.items()]
 
-    def _in_batches(self, z: Tensor, image: Callable[[Tensor, bool], Columns]) -> Columns:
-        """The images of the columns of z (d x k), several at a time where that is faster."""
-        if self._batches and z.shape[1] > 1:
-            try:
-                with warnings.catch_warnings():
-                    # an operation without a batching rule would run in a slow loop under vmap
-                    warnings.filterwarnings("error", message=".*batching rule.*")
-                    parts = [image(rows, True) for rows in torch.split(z.T, MAX_BATCH)]
-                return _side_by_side([[batch.flatten(1).T for batch in images] for images in parts])
-            except (RuntimeError, Warning):
-                self._batches = False
-        parts = [image(column, False) for column in z.unbind(1)]
-        return _side_by_side([[x.reshape(-1, 1) for x in images] for images in parts])
+
+def checked(products: Products) -> Products:
+    """Raise `NonFiniteError` if a product is not finite."""
+    check_finite([*products.remainder, *(products.gauss_newton or [])])
+    return products
 
 
-def _side_by_side(parts: list[Columns]) -> Columns:
-    """Images of some columns each, put together for every row v."""
-    stacked = [torch.cat(images, dim=1) for images in zip(*parts)]
-    check_finite(stacked)
-    return stacked
+def _capacity(graph: TappedGraph, batched: Batched) -> int:
+    """Bytes that the products of one launch may hold; zero for one by one."""
+    if batches_products(batched, graph.loss.device):
+        return BATCHED_BYTES
+    return 0 if batched is False or has_convolutions([graph.loss]) else CACHED_BYTES

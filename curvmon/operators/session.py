@@ -17,6 +17,7 @@ from curvmon.graph.pytree import map_all_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.isolation.model_state import Isolation, isolated, own_copy, reseed
 from curvmon.isolation.patches import is_view_of
+from curvmon.operators.batching import Batched
 from curvmon.operators.node_blocks import GraphOperator
 
 Loss = Callable[[Any, Any], Tensor]
@@ -50,6 +51,7 @@ def open_session(
     batch_dim: int,
     dtype: torch.dtype | None,
     efficient: bool = True,
+    batched: Batched = "auto",
 ) -> Iterator[Session]:
     """Tap `model` under `loss`. When the context ends, with or without an error, the model is exactly as before."""
     wanted = check_arguments(model, loss, nodes, output, batch_dim)
@@ -72,9 +74,9 @@ def open_session(
             return graph
 
         if wanted is None:
-            operator, notes = _choose_nodes(model, calls, tap, samples, batch_dim)
+            operator, notes = _choose_nodes(model, calls, tap, batched, samples, batch_dim)
         else:
-            operator, notes = GraphOperator(tap(resolve(model, calls, wanted))), []
+            operator, notes = GraphOperator(tap(resolve(model, calls, wanted)), batched), []
         graph = operator.graph
         notes += [
             *isolation.notes,
@@ -100,7 +102,12 @@ def _discover(model: nn.Module, run: Callable[[], Any], isolation: Isolation) ->
 
 
 def _choose_nodes(
-    model: nn.Module, calls: list[Call], tap: Callable[[list[Call]], TappedGraph], samples: int | None, batch_dim: int
+    model: nn.Module,
+    calls: list[Call],
+    tap: Callable[[list[Call]], TappedGraph],
+    batched: Batched,
+    samples: int | None,
+    batch_dim: int,
 ) -> tuple[GraphOperator, list[str]]:
     """Choose nodes, except those that the loss does not depend on and, if two others remain, the output itself."""
     skipped: set[tuple[int, int]] = set()
@@ -121,7 +128,7 @@ def _choose_nodes(
     while chosen := choose(model, calls, usable):
         graph = tap(chosen)
         try:
-            operator = GraphOperator(graph)
+            operator = GraphOperator(graph, batched)
         except LossError as error:  # the loss may depend on another part of the model
             unrelated = error
             skipped.update(call.key for call in chosen)

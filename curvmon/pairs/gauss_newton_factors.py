@@ -23,7 +23,7 @@ from torch import Tensor
 from curvmon.graph.autograd import product
 from curvmon.graph.taps import TappedGraph
 from curvmon.numerics import precise, small_sample_factor
-from curvmon.operators.node_blocks import Columns, GraphOperator, Products
+from curvmon.operators.node_blocks import Columns, GraphOperator, Products, checked
 from curvmon.pairs.host_copy import to_host
 from curvmon.pairs.singular_values import RightFactors, leading_pairs
 
@@ -324,8 +324,8 @@ class FactoredOperator:
         self._factors = factors
 
     def columns(self, w: int, z: Tensor) -> Products:
-        return self._operator.remainders(w, z)._replace(gauss_newton=self._factors.product(w, z))
+        return checked(self.columns_of({w: z})[w])
 
     def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
-        images = self._operator.remainders_of(requests)
-        return {w: images[w]._replace(gauss_newton=self._factors.product(w, z)) for w, z in requests.items()}
+        remainders = self._operator.remainders_of(requests)
+        return {w: remainders[w]._replace(gauss_newton=self._factors.product(w, z)) for w, z in requests.items()}

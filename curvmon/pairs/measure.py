@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvmon.graph.arguments import check_budget
 from curvmon.graph.autograd import operations
+from curvmon.operators.batching import Batched
 from curvmon.operators.finite_difference_check import check_in_double_precision
 from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
@@ -31,6 +32,7 @@ def measure(
     rtol: float = 0.05,
     max_hvps: int | None = None,
     seed: int = 0,
+    batched: Batched = "auto",
 ) -> Measurement:
     """Resonance, coupling, stable rank and GN-Gap of all pairs of layers, each with a standard error.
 
@@ -56,6 +58,8 @@ def measure(
         max_hvps: stop before this many HVPs, products with the Gauss-Newton part included. The backward passes for the
             Gauss-Newton factors are not counted; `notes` has their number.
         seed: seed of the probes; the same seed gives the same numbers. The model's own noise is always the same.
+        batched: whether several HVPs are computed in one launch, which takes more memory. "auto": on accelerators, and
+            on a CPU for small networks without convolutions.
 
     Raises:
         InputError: an argument makes no sense, or `max_hvps` is too small.
@@ -86,6 +90,7 @@ def measure(
         rtol=rtol,
         max_hvps=max_hvps,
         seed=seed,
+        batched=batched,
     )
 
 
@@ -100,6 +105,7 @@ def run_measurement(
     rtol: float,
     max_hvps: int | None,
     seed: int,
+    batched: Batched = "auto",
     few_directions: bool = False,
     raise_max_hvps: bool = False,
     on_product: Callable[[int], None] | None = None,
@@ -112,7 +118,7 @@ def run_measurement(
     start = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
     open_again = functools.partial(
-        open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim
+        open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, batched=batched
     )
     with open_again(dtype=None) as session:
         # a different stream from that of the model's own random numbers, which are seeded as well
@@ -164,5 +170,5 @@ class _CountedOperator:
 
     def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
         products = self._operator.columns_of(requests)
-        self._on_product(sum(images.spent for images in products.values()))
+        self._on_product(sum(each.spent for each in products.values()))
         return products

@@ -174,7 +174,7 @@ def test_product_has_no_gradient_wrt_weights() -> None:
         ) as session:
             z = torch.randn(session.operator.templates[0].numel(), 1)
             with Convolutions() as counter:
-                session.operator.remainders(0, z)
+                session.operator.remainders_of({0: z})
             counts.append(counter.count)
     assert counts == [2, 3]
 
