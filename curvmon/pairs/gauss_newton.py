@@ -10,7 +10,8 @@ surely: the vector is random). There H = GN, so that a piecewise-linear network 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from curvmon.graph.autograd import product
 from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
 from curvmon.numerics import gaussian, precise, precise_dtype
-from curvmon.operators.node_blocks import BlockOperator, GraphOperator
+from curvmon.operators.node_blocks import BlockOperator, GraphOperator, Products, checked
 from curvmon.pairs.gauss_newton_factors import Cotangents, FactoredOperator, Factors, build
 from curvmon.pairs.host_copy import to_host
 
@@ -27,6 +28,10 @@ MAX_UNITS = 2048
 """Largest number of columns times samples: the size of the Gram matrices."""
 AGREEMENT = 1e-3
 """Relative tolerance for factors against an HVP; rounding is about 1e-5, interacting samples give errors of order 1."""
+
+
+RESOLVED = 0.1
+"""Relative error up to which the curvature of the loss at the output is a number and not its rounding."""
 
 
 class GaussNewtonPart(NamedTuple):
@@ -38,6 +43,8 @@ class GaussNewtonPart(NamedTuple):
     """nodes v with T[v, :] = 0"""
     hvps: int
     notes: list[str]
+    rounding: Literal["gauss_newton", "hessian"] | None = None
+    """what is below the rounding errors of the loss"""
 
     @property
     def is_exact(self) -> bool:
@@ -57,6 +64,8 @@ def gauss_newton_part(
 ) -> GaussNewtonPart:
     """Factors of GN and the nodes with T[v, :] = 0, for 2 products: one with H and one with GN."""
     graph = operator.graph
+    if operator.splits and not _is_resolved(operator):
+        return _without_curvature_of_the_loss(operator, generator)
     counts = {tapped.shape[batch_dim] for tapped in graph.tapped}
     layout = Layout(graph.outputs, counts.pop(), batch_dim)
     if not operator.splits or counts or not layout.fits:
@@ -148,6 +157,45 @@ def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Co
     return not any(size > limit * whole for (size, whole), limit in zip(sizes, limits))
 
 
+def _is_resolved(operator: GraphOperator) -> bool:
+    """Whether products with S are linear up to a few per cent: S (u + v) = S u + S v. Rounding is not."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    one, other = ([gaussian(x, 1, generator).reshape(x.shape) for x in operator.graph.outputs] for _ in range(2))
+    images = [operator.output_curvature(x) for x in (one, other, [u + v for u, v in zip(one, other)])]
+    norms = [norm for u, v, both in zip(*images) for norm in (_norm(both - u - v), _norm(both))]
+    error, whole = torch.stack(to_host(norms)).reshape(-1, 2).square().sum(0).tolist()
+    # a curvature of zero may be exact: that of a loss that is linear in the output
+    return not error > RESOLVED**2 * whole
+
+
+def _without_curvature_of_the_loss(operator: GraphOperator, generator: torch.Generator) -> GaussNewtonPart:
+    """H = T, unless T vanishes as well."""
+    probes = {v: gaussian(template, 1, generator) for v, template in enumerate(operator.templates)}
+    images = operator.joint(probes)
+    remainder, gauss_newton = (torch.stack(to_host([_norm(x) for x in part or []])).norm().tolist() for part in images)
+    what = "the curvature of the loss at the output is below its rounding error (a saturated softmax?)"
+    if remainder <= 10 * gauss_newton:
+        return NO_FACTORS._replace(hvps=2, notes=[f"{what}: no metric is defined"], rounding="hessian")
+    note = f"{what}: gn_gap is not defined; R, C and D are those of H without its Gauss-Newton part"
+    return NO_FACTORS._replace(hvps=2, notes=[note], rounding="gauss_newton")
+
+
+class RemainderOperator:
+    """The `BlockOperator` where H = T."""
+
+    hvps_per_column = 1
+
+    def __init__(self, operator: GraphOperator) -> None:
+        self.templates = operator.templates
+        self._operator = operator
+
+    def columns(self, w: int, z: Tensor) -> Products:
+        return checked(self.columns_of({w: z})[w])
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        return self._operator.remainders_of(requests)
+
+
 def _norm(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x, dtype=precise_dtype(x))
     return norm
@@ -155,6 +203,8 @@ def _norm(x: Tensor) -> Tensor:
 
 def with_factors(operator: GraphOperator, part: GaussNewtonPart) -> BlockOperator:
     """The cheapest operator for the blocks: GN from exact factors if there are any."""
+    if part.rounding == "gauss_newton":
+        return RemainderOperator(operator)
     if part.factors is not None and part.is_exact and part.factors.rows is not None:
         return FactoredOperator(operator, part.factors)
     return operator

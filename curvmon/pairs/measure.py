@@ -16,8 +16,9 @@ from curvmon.operators.batching import Batched
 from curvmon.operators.finite_difference_check import check_in_double_precision
 from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
-from curvmon.pairs.estimator import FOR_ALL_METRICS, FOR_NORMS, PairEstimator
+from curvmon.pairs.estimator import FOR_ALL_METRICS, FOR_NORMS, Estimate, PairEstimator
 from curvmon.pairs.gauss_newton import gauss_newton_part, with_factors
+from curvmon.pairs.pair_metrics import undefined
 from curvmon.records import AFTER_LAST_NODE, Measurement
 
 
@@ -128,7 +129,7 @@ def run_measurement(
         del graph
         part = gauss_newton_part(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
         operator = with_factors(session.operator, part)
-        estimate = PairEstimator(
+        estimator = PairEstimator(
             operator if on_product is None else _CountedOperator(operator, on_product),
             session.names,
             rtol=rtol,
@@ -137,10 +138,11 @@ def run_measurement(
             part=part,
             effort=FOR_NORMS if few_directions else FOR_ALL_METRICS,
             raise_max_hvps=raise_max_hvps,
-        ).run()
+        )
+        estimate = Estimate(undefined(session.names), part.hvps, []) if part.rounding == "hessian" else estimator.run()
     names, value, functions = session.names, session.loss, session.operator.custom_functions
     notes = [*session.notes, *part.notes]
-    del session, part, operator  # they hold the graph and the factors; another graph may follow
+    del session, part, operator, estimator  # they hold the graph and the factors; another graph may follow
     if functions:
         notes += check_in_double_precision(open_again, functions)
     matrices = estimate.matrices

@@ -224,16 +224,17 @@ def test_nodes_before_a_linear_head_need_no_probes(x: Tensor) -> None:
     assert found.gn_gap[0, 1] == found.gn_gap[1, 1] == 0 < found.gn_gap[0, 0]
 
 
-def test_batched_products_are_the_same(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_products_are_the_same(x: Tensor) -> None:
     options: dict[str, Any] = {"loss": LOSSES["cross-entropy"], "nodes": ["0", "2"]}
-    with open_session(smooth_net(), x, **options, output=None, batch_dim=0, dtype=None) as session:
-        session.operator.columns(0, torch.randn(30, 4))
-        assert session.operator._batches  # and vmap has not given up
-    batched = curvmon.exact(smooth_net(), x, **options)
-    monkeypatch.setattr(operators, "BATCHED_ENTRIES", 0)
-    one_by_one = curvmon.exact(smooth_net(), x, **options)
-    for pair, block in batched.blocks.items():
-        torch.testing.assert_close(block, one_by_one.blocks[pair], rtol=1e-10, atol=1e-14)
+    batched, one_by_one = (curvmon.measure(smooth_net(), x, **options, batched=flag) for flag in (True, False))
+    for metric in ("resonance", "coupling", "stable_rank", "gn_gap"):
+        torch.testing.assert_close(getattr(batched, metric), getattr(one_by_one, metric), rtol=1e-3, atol=0)
+    assert batched.hvps == one_by_one.hvps
+
+
+def test_batched_must_be_a_choice(x: Tensor) -> None:
+    with pytest.raises(curvmon.InputError, match='batched must be True, False or "auto"'):
+        curvmon.measure(smooth_net(), x, loss=LOSSES["cross-entropy"], nodes=["0"], batched="yes")  # type: ignore[arg-type]
 
 
 def leading_pair(matrix: Tensor) -> tuple[Tensor, float]:
