@@ -10,6 +10,10 @@ from torch import Tensor
 
 from curvmon.errors import NonFiniteError
 
+NOT_FINITE = (
+    "a Hessian-vector product is not finite although the loss is; "
+    "look for sqrt, norm or log at zero, or overflow in low precision"
+)
 _Z = 1.959964
 """97.5 % quantile of the normal distribution"""
 _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)

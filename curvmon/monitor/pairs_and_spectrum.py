@@ -56,6 +56,7 @@ def measure_pairs(
                 rtol=settings.rtol,
                 max_hvps=per_batch,
                 seed=settings.seed,
+                few_directions=True,
                 raise_max_hvps=True,
                 on_product=on_product,
             )

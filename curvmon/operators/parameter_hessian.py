@@ -210,7 +210,7 @@ class ParameterOperator(SymmetricOperator):
         """The parts of a vector, or of the rows of a matrix, in the shapes of the parameters."""
         many = vectors.shape[:-1]
         parts = zip(torch.split(vectors, [self.sizes[i] for i in columns], dim=-1), columns)
-        return [part.reshape(*many, *self._parameters[i].shape).to(self._parameters[i]) for part, i in parts]
+        return [part.reshape((*many, *self._parameters[i].shape)).to(self._parameters[i]) for part, i in parts]
 
 
 def _both(graph: BatchGraph, z: Sequence[Tensor], batched: bool) -> list[Tensor]:

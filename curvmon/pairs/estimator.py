@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from curvmon.errors import InputError
 from curvmon.numerics import gaussian, precise
 from curvmon.operators.node_blocks import BlockOperator
 from curvmon.pairs.gauss_newton import NO_FACTORS, GaussNewtonPart
+from curvmon.pairs.images import Images
 from curvmon.pairs.metric_estimates import Assembler
 from curvmon.pairs.pair_metrics import Matrices
 from curvmon.pairs.random_probes import RestSamples
@@ -28,12 +30,23 @@ from curvmon.pairs.shared_basis import SharedBasis
 
 SMALL_NODE = 12
 """A node with at most this many entries is measured exactly: that costs no more than a basis and probes."""
-MIN_PROBES, FIRST_PROBES = 3, 5
-LANCZOS_STEPS = 6
-BASIS_SIZE = {1: 11, 2: 8}
-"""Directions per node without `max_hvps`, for one HVP or two per column; more for a tolerance below 5 %."""
-PRODUCTS_PER_NODE = 400
-"""Limit without `max_hvps`. A tolerance of 5 % needs it only if very few directions dominate the rest of a block."""
+MIN_PROBES = 3
+MAX_PRODUCTS = 150
+"""Limit without `max_hvps`, for a tolerance of 5 %."""
+
+
+class Effort(NamedTuple):
+    """How many directions a node gets before its standard errors ask for more."""
+
+    lanczos_steps: int
+    basis_size: dict[int, int]
+    """for one HVP or two per column; more for a tolerance below 5 %"""
+    probes: int
+
+
+FOR_ALL_METRICS = Effort(6, {1: 11, 2: 8}, 5)
+FOR_NORMS = Effort(2, {1: 3, 2: 2}, 3)
+"""For R, C and the gap: their standard errors are below the tolerance, that of D is what it is."""
 
 
 class Estimate(NamedTuple):
@@ -54,6 +67,7 @@ class PairEstimator:
         max_hvps: int | None,
         generator: torch.Generator,
         part: GaussNewtonPart = NO_FACTORS,
+        effort: Effort = FOR_ALL_METRICS,
         raise_max_hvps: bool = False,
     ) -> None:
         self._operator = operator
@@ -75,38 +89,49 @@ class PairEstimator:
                 f"max_hvps={max_hvps} is too few: at least {least} HVPs are needed, two directions and three "
                 f"probes at {self._n} nodes{both}{earlier}; raise it or choose fewer nodes"
             )
-        self._limit = PRODUCTS_PER_NODE * self._n if max_hvps is None else max_hvps
+        self._effort = effort
+        self._refinement = max(1.0, 0.05 / rtol)
+        """how many times more precise than usual"""
+        self._limit = max(least, int(MAX_PRODUCTS * self._refinement**2)) if max_hvps is None else max_hvps
         # columns per node
         self._columns = (self._limit - part.hvps) // max(1, self._n * self._hvps_per_column)
         self._limited_by_user = max_hvps is not None
-        self._spent = part.hvps
         self._eps = max(torch.finfo(template.dtype).eps for template in operator.templates)
-        self._basis = SharedBasis(operator)
-        self._rest = RestSamples(operator, self._basis, self._nodes)
+        self._images = Images(operator, self._nodes)
+        self._probe_products = 0
+        self._starts: dict[int, Tensor] = {}
+
+    @property
+    def _spent(self) -> int:
+        return self._part.hvps + self._probe_products + self._images.products
 
     def run(self) -> Estimate:
+        if not self._nodes:
+            return self._probe_until_converged(SharedBasis(self._images, {}))
         self._build_basis()
-        self._refine_basis()
-        return self._probe_until_converged(Assembler(self._basis, self._rest, self._part, self._names, self._eps))
+        return self._probe_until_converged(self._refined_basis())
 
     def _pairs(self) -> list[tuple[int, int]]:
         return [(v, w) for v in self._nodes for w in self._nodes if v <= w]
 
     def _build_basis(self) -> None:
         """A few Lanczos steps at every node with its diagonal block: its leading directions matter for all pairs."""
-        steps = max(1, min(LANCZOS_STEPS, self._columns // 3))
-        directions: dict[int, Tensor] = {}
+        steps = max(1, min(self._effort.lanczos_steps, self._columns // 3))
+        first: dict[int, Tensor] = {}
         for v in self._nodes:
-            if self._operator.templates[v].numel() <= min(SMALL_NODE, self._columns):
-                self._spent += self._basis.complete(v)
+            template = self._operator.templates[v]
+            if template.numel() <= min(SMALL_NODE, self._columns):
+                first[v] = torch.eye(template.numel(), dtype=template.dtype, device=template.device)
             else:
-                directions[v] = self._start_vector(v)
-        for _ in range(steps):
-            units = {v: direction / torch.linalg.vector_norm(direction) for v, direction in directions.items()}
-            spent = self._basis.extend_all(units, 1)
-            self._spent += sum(spent.values())
-            images = {v: self._basis.last_image(v, v) for v, products in spent.items() if products}
-            directions = {v: image for v, image in images.items() if image.any()}
+                self._starts[v] = self._start_vector(v)
+                first[v] = self._images.orthonormal(v, self._starts[v], self._starts[v])
+        self._images.add(first)
+        for _ in range(steps - 1):
+            self._images.add({v: self._next(v, self._images.last_image(v)) for v in self._starts})
+        self._images.read()
+
+    def _next(self, v: int, candidate: Tensor) -> Tensor:
+        return self._images.orthonormal(v, candidate, self._starts[v].roll(self._images.size(v), 0))
 
     def _start_vector(self, v: int) -> Tensor:
         """Random; with exact factors, the sum of a random direction (for T) and the leading one of GN.
@@ -120,68 +145,76 @@ class PairEstimator:
         both = torch.cat([precise(random) / torch.linalg.vector_norm(random), precise(factors.leading(v, v))], dim=1)
         return both.sum(dim=1, keepdim=True)
 
-    def _refine_basis(self) -> None:
+    def _refined_basis(self) -> SharedBasis:
         """Add one direction per node and round until all spectral norms have converged: a Krylov method.
 
         It is the leading direction of the residuals of all pairs of the node, weighted by the bias of their norms.
         """
+        pairs = self._pairs()
         while True:
-            norms = {pair: self._basis.spectral_norm(*pair) for pair in self._pairs()}
-            wanted: dict[int, list[Tensor]] = defaultdict(list)
-            for (v, w), norm in norms.items():
-                # there is no estimate of the rest yet: assume that it is as large as the norm
-                bias = norm.largest_bias()
+            basis = SharedBasis(self._images, {v: self._images.size(v) for v in self._nodes})
+            found = basis.spectral_norms(pairs)
+            wanted: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+            # there is no estimate of the rest yet: assume that it is as large as the norm
+            biases = [norm.largest_bias() for norm in found.norms]
+            for i, ((v, w), norm, bias) in enumerate(zip(pairs, found.norms, biases)):
                 if bias <= self._rtol / 2:
                     continue
-                ritz = norm.least_converged()
-                for node, residual in {v: ritz.row_residual, w: ritz.col_residual}.items():
-                    length = torch.linalg.vector_norm(residual).item()
-                    # otherwise this side is in the basis already, up to rounding
-                    if length**2 > 1e-3 * ritz.outside:
-                        wanted[node].append(residual * (bias / length))
-            largest = max((norm.largest_bias() for norm in norms.values()), default=1.0)
+                at = norm.least_converged()
+                ritz = norm.ritz[at]
+                # otherwise this side is in the basis already, up to rounding
+                if ritz.row > 1e-3 * ritz.outside:
+                    wanted[v].append((w, found.rows[i, at] * (bias / math.sqrt(ritz.row))))
+                if v != w and ritz.col > 1e-3 * ritz.outside:
+                    wanted[w].append((v, found.cols[i, at] * (bias / math.sqrt(ritz.col))))
             affordable = max(0, (self._basis_budget() - self._spent) // self._hvps_per_column)
-            chosen = list(wanted.items())[:affordable]
-            spent = self._basis.extend_all({v: torch.stack(parts, dim=1) / largest for v, parts in chosen}, 1)
-            self._spent += sum(spent.values())
-            if not any(spent.values()):
-                return
+            leading = {v: basis.leading_residual(v, parts) for v, parts in list(wanted.items())[:affordable]}
+            chosen = {v: combination for v, (combination, size) in leading.items() if size > 1e-3 * max(biases)}
+            if not chosen:
+                return basis
+            self._images.add({v: self._next(v, self._images.combination(v, c)) for v, c in chosen.items()})
+            self._images.read()
 
     def _basis_budget(self) -> int:
-        """HVPs for the bases: all but those of the first probes, at least half; without a limit, by `BASIS_SIZE`."""
-        if not self._limited_by_user:
-            size = math.ceil(BASIS_SIZE[self._hvps_per_column] * max(1.0, math.sqrt(0.05 / self._rtol)))
-            return self._part.hvps + size * self._n * self._hvps_per_column
+        """HVPs for the bases: all but those of the first probes, at least half; without `max_hvps` a fixed size."""
         per_probe = len(self._open_nodes()) * self._hvps_per_column
-        ceiling = max(self._limit // 2, self._limit - FIRST_PROBES * per_probe)
-        return min(ceiling, self._limit - MIN_PROBES * per_probe)
+        ceiling = max(self._limit // 2, self._limit - self._effort.probes * per_probe)
+        affordable = min(ceiling, self._limit - MIN_PROBES * per_probe)
+        if self._limited_by_user:
+            return affordable
+        size = math.ceil(self._effort.basis_size[self._hvps_per_column] * math.sqrt(self._refinement))
+        return min(affordable, self._part.hvps + size * self._n * self._hvps_per_column)
 
     def _open_nodes(self) -> list[int]:
-        return [v for v in self._nodes if not self._basis.is_complete(v)]
+        return [v for v in self._nodes if self._images.size(v) < self._images.dimension(v)]
 
-    def _probe_until_converged(self, assembler: Assembler) -> Estimate:
+    def _probe_until_converged(self, basis: SharedBasis) -> Estimate:
+        rest = RestSamples(self._images, basis)
+        dimensions = [template.numel() for template in self._operator.templates]
+        assembler = Assembler(self._images, basis, rest, self._part, self._names, dimensions, self._eps)
         open_nodes = self._open_nodes()
-        first = max(
-            MIN_PROBES,
-            min(FIRST_PROBES, (self._limit - self._spent) // max(1, self._hvps_per_column * len(open_nodes))),
-        )
-        wanted = {v: first for v in open_nodes}
+        affordable = (self._limit - self._spent) // max(1, self._hvps_per_column * len(open_nodes))
+        wanted = dict.fromkeys(open_nodes, max(MIN_PROBES, min(self._effort.probes, affordable)))
         while True:
-            self._spent += self._rest.add(wanted, self._generator)
+            before = self._images.products
+            spent = rest.add(wanted, self._generator)
+            # images of many probes are not kept with the others
+            self._probe_products += spent - (self._images.products - before)
             matrices = assembler.matrices()
             unconverged = self._unconverged(matrices)
-            wanted = {
-                v: min(-(-self._rest.count(v) // 2), self._rest.remaining(v)) for v in open_nodes if v in unconverged
-            }
+            wanted = {v: min(-(-rest.count(v) // 2), rest.remaining(v)) for v in open_nodes if v in unconverged}
             wanted = {v: count for v, count in wanted.items() if count > 0}
             if not wanted:
-                return Estimate(matrices, self._spent, assembler.notes(matrices, self._rtol))
+                return self._finished(matrices, assembler.notes(matrices, self._rtol))
             each = (self._limit - self._spent) // (self._hvps_per_column * len(wanted))
             wanted = {v: min(count, each) for v, count in wanted.items()}
             if each <= 0:
-                why = "max_hvps" if self._limited_by_user else f"{PRODUCTS_PER_NODE} HVPs per node"
+                why = "max_hvps" if self._limited_by_user else f"{self._limit} HVPs"
                 note = f"stopped at {why} before every standard error was below rtol={self._rtol:g}"
-                return Estimate(matrices, self._spent, [note, *assembler.notes(matrices, self._rtol)])
+                return self._finished(matrices, [note, *assembler.notes(matrices, self._rtol)])
+
+    def _finished(self, matrices: Matrices, notes: Sequence[str] = ()) -> Estimate:
+        return Estimate(matrices, self._spent, list(notes))
 
     def _unconverged(self, matrices: Matrices) -> set[int]:
         """Nodes with pairs whose standard errors are above the tolerance."""

@@ -10,22 +10,28 @@ surely: the vector is random). There H = GN, so that a piecewise-linear network 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvmon.graph.autograd import product
 from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
-from curvmon.numerics import gaussian, norm_squared, precise, precise_dtype
-from curvmon.operators.node_blocks import BlockOperator, Columns, GraphOperator
+from curvmon.numerics import gaussian, precise, precise_dtype
+from curvmon.operators.node_blocks import BlockOperator, GraphOperator, Products, checked
 from curvmon.pairs.gauss_newton_factors import Cotangents, FactoredOperator, Factors, build
+from curvmon.pairs.host_copy import to_host
 
 FIRST_SKETCHES, MAX_SKETCHES = 4, 64
 MAX_UNITS = 2048
 """Largest number of columns times samples: the size of the Gram matrices."""
 AGREEMENT = 1e-3
 """Relative tolerance for factors against an HVP; rounding is about 1e-5, interacting samples give errors of order 1."""
+
+
+RESOLVED = 0.1
+"""Relative error up to which the curvature of the loss at the output is a number and not its rounding."""
 
 
 class GaussNewtonPart(NamedTuple):
@@ -37,6 +43,8 @@ class GaussNewtonPart(NamedTuple):
     """nodes v with T[v, :] = 0"""
     hvps: int
     notes: list[str]
+    rounding: Literal["gauss_newton", "hessian"] | None = None
+    """what is below the rounding errors of the loss"""
 
     @property
     def is_exact(self) -> bool:
@@ -56,6 +64,8 @@ def gauss_newton_part(
 ) -> GaussNewtonPart:
     """Factors of GN and the nodes with T[v, :] = 0, for 2 products: one with H and one with GN."""
     graph = operator.graph
+    if operator.splits and not _is_resolved(operator):
+        return _without_curvature_of_the_loss(operator, generator)
     counts = {tapped.shape[batch_dim] for tapped in graph.tapped}
     layout = Layout(graph.outputs, counts.pop(), batch_dim)
     if not operator.splits or counts or not layout.fits:
@@ -70,21 +80,26 @@ def gauss_newton_part(
     if not _samples_are_independent(operator, layout, source, factors):
         return NO_FACTORS._replace(notes=["no Gauss-Newton factors, HVPs instead: samples interact"])
     # equal weights for all nodes, whatever their scale
-    scales = [1 / (torch.linalg.vector_norm(c).item() or 1.0) for c in coefficients]
+    sizes: list[float] = torch.stack([torch.linalg.vector_norm(c) for c in coefficients]).tolist()
+    scales = [1 / (size or 1.0) for size in sizes]
     remainder, gauss_newton = operator.joint({v: scale * z for v, (z, scale) in enumerate(zip(probes, scales))})
     assert gauss_newton is not None
+    forms = [precise(z.reshape(-1)) @ precise(image.reshape(-1)) for z, image in zip(probes, gauss_newton)]
+    read = to_host([*forms, *map(_norm, remainder), *map(_norm, gauss_newton)])
+    form, remainder_norm, gauss_newton_norm = torch.stack(read).reshape(3, -1).tolist()
     if factors.is_exact:
         total = torch.stack([scale * c for scale, c in zip(scales, coefficients)]).sum(0)
-        for z, image, c in zip(probes, gauss_newton, coefficients):
-            true = (precise(z.reshape(-1)) @ precise(image.reshape(-1))).item()
-            if abs(factors.bilinear_form(c, total) - true) > AGREEMENT * torch.linalg.vector_norm(c).item():
+        for c, true, size in zip(coefficients, form, sizes):
+            if abs(factors.bilinear_form(c, total) - true) > AGREEMENT * size:
                 what = "its factors do not agree with an HVP (samples interact, or rounding)"
                 return NO_FACTORS._replace(hvps=2, notes=[f"no Gauss-Newton factors, HVPs instead: {what}"])
     if factors.cancels():
         return NO_FACTORS._replace(
             hvps=2, notes=["no Gauss-Newton factors, HVPs instead: parts of an indefinite loss cancel"]
         )
-    linear_nodes = _linear_nodes(remainder, gauss_newton)
+    eps = max(torch.finfo(x.dtype).eps for x in remainder)
+    sizes_of_parts = enumerate(zip(remainder_norm, gauss_newton_norm))
+    linear_nodes = frozenset(v for v, (t, gn) in sizes_of_parts if t <= 10 * eps * gn)
     if not factors.is_exact and len(linear_nodes) == len(graph.nodes):
         # H = GN everywhere: the error of the sketch is that of all metrics
         wanted = min(
@@ -133,23 +148,63 @@ def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Co
     column = layout.rows(source.scaled(0))
     kept = factors.rows
     plain = pulled_back(column) if kept is None else [rows.column(0, layout.samples) for rows in kept]
+    norms, limits = [], []
     for unweighted, weighted in zip(plain, pulled_back(column * weights.to(column).unsqueeze(1))):
         difference = torch.addcmul(weighted, unweighted, weights.to(unweighted).unsqueeze(1), value=-1)
-        size, whole = (torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item() for x in (difference, weighted))
-        if size > 10 * torch.finfo(weighted.dtype).eps * whole:
-            return False
-    return True
+        norms += [_norm(difference), _norm(weighted)]
+        limits.append(10 * torch.finfo(weighted.dtype).eps)
+    sizes = torch.stack(to_host(norms)).reshape(-1, 2).tolist()
+    return not any(size > limit * whole for (size, whole), limit in zip(sizes, limits))
 
 
-def _linear_nodes(remainder: Columns, gauss_newton: Columns) -> frozenset[int]:
-    """Nodes at which the T part of an HVP is zero up to rounding."""
-    eps = max(torch.finfo(x.dtype).eps for x in remainder)
-    sizes = [(norm_squared(t), norm_squared(gn)) for t, gn in zip(remainder, gauss_newton)]
-    return frozenset(v for v, (t, gn) in enumerate(sizes) if t <= (10 * eps) ** 2 * gn)
+def _is_resolved(operator: GraphOperator) -> bool:
+    """Whether products with S are linear up to a few per cent: S (u + v) = S u + S v. Rounding is not."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    one, other = ([gaussian(x, 1, generator).reshape(x.shape) for x in operator.graph.outputs] for _ in range(2))
+    images = [operator.output_curvature(x) for x in (one, other, [u + v for u, v in zip(one, other)])]
+    norms = [norm for u, v, both in zip(*images) for norm in (_norm(both - u - v), _norm(both))]
+    error, whole = torch.stack(to_host(norms)).reshape(-1, 2).square().sum(0).tolist()
+    # a curvature of zero may be exact: that of a loss that is linear in the output
+    return not error > RESOLVED**2 * whole
+
+
+def _without_curvature_of_the_loss(operator: GraphOperator, generator: torch.Generator) -> GaussNewtonPart:
+    """H = T, unless T vanishes as well."""
+    probes = {v: gaussian(template, 1, generator) for v, template in enumerate(operator.templates)}
+    images = operator.joint(probes)
+    remainder, gauss_newton = (torch.stack(to_host([_norm(x) for x in part or []])).norm().tolist() for part in images)
+    what = "the curvature of the loss at the output is below its rounding error (a saturated softmax?)"
+    if remainder <= 10 * gauss_newton:
+        return NO_FACTORS._replace(hvps=2, notes=[f"{what}: no metric is defined"], rounding="hessian")
+    note = f"{what}: gn_gap is not defined; R, C and D are those of H without its Gauss-Newton part"
+    return NO_FACTORS._replace(hvps=2, notes=[note], rounding="gauss_newton")
+
+
+class RemainderOperator:
+    """The `BlockOperator` where H = T."""
+
+    hvps_per_column = 1
+
+    def __init__(self, operator: GraphOperator) -> None:
+        self.templates = operator.templates
+        self._operator = operator
+
+    def columns(self, w: int, z: Tensor) -> Products:
+        return checked(self.columns_of({w: z})[w])
+
+    def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
+        return self._operator.remainders_of(requests)
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=precise_dtype(x))
+    return norm
 
 
 def with_factors(operator: GraphOperator, part: GaussNewtonPart) -> BlockOperator:
     """The cheapest operator for the blocks: GN from exact factors if there are any."""
+    if part.rounding == "gauss_newton":
+        return RemainderOperator(operator)
     if part.factors is not None and part.is_exact and part.factors.rows is not None:
         return FactoredOperator(operator, part.factors)
     return operator

@@ -24,6 +24,7 @@ from curvmon.graph.autograd import product
 from curvmon.graph.taps import TappedGraph
 from curvmon.numerics import precise, small_sample_factor
 from curvmon.operators.node_blocks import Columns, GraphOperator, Products, checked
+from curvmon.pairs.host_copy import to_host
 from curvmon.pairs.singular_values import RightFactors, leading_pairs
 
 MAX_BYTES = 2**30
@@ -85,21 +86,22 @@ class FactorRows:
         return torch.cat(self._pieces)
 
     def gram(self, precisely: bool = False) -> Tensor:
-        """G_v = F_v^T F_v. Chunks are summed in double precision; only the lower half is computed."""
-        total = precise(self._pieces[0].new_zeros((self.units, self.units)))
+        """G_v = F_v^T F_v without its upper half. Chunks are summed in double precision."""
+        rows = self.dense()
+        padded = torch.nn.functional.pad(rows, (0, -self.width % min(CHUNK, self.width)))
+        chunks = padded.view(self.units, -1, min(CHUNK, self.width)).transpose(0, 1)
+        chunks = precise(chunks) if precisely else chunks
+        total = precise(rows.new_zeros((self.units, self.units)))
         step = max(48, -(-self.units // 6))
-        buffer = self._pieces[0].new_empty((self.units, min(CHUNK, self.width)))
-        for start in range(0, self.width, CHUNK):
-            stop = min(start + CHUNK, self.width)
-            chunk = buffer[:, : stop - start]
-            for piece, at in zip(self._pieces, torch.split(chunk, [len(piece) for piece in self._pieces])):
-                at.copy_(piece[:, start:stop])
-            chunk = precise(chunk) if precisely else chunk
-            for top in range(0, self.units, step):
-                end = min(top + step, self.units)
-                total[top:end, :end] += chunk[top:end] @ chunk[:end].T
-        lower = total.cpu().double()
-        return lower.tril() + lower.tril(-1).T
+        for top in range(0, self.units, step):
+            end = min(top + step, self.units)
+            total[top:end, :end] = precise(chunks[:, top:end] @ chunks[:, :end].mT).sum(0)
+        return total
+
+
+def whole_grams(lower: Sequence[Tensor]) -> list[Tensor]:
+    """Symmetric matrices on the host, from their lower halves."""
+    return [matrix.tril() + matrix.tril(-1).T for matrix in lower]
 
 
 class Factors:
@@ -111,7 +113,6 @@ class Factors:
     def __init__(self, rows: list[FactorRows] | None, grams: list[Tensor], signs: Tensor | None, columns: int) -> None:
         self.rows = rows
         self._grams = grams
-        self._sizes = [torch.linalg.vector_norm(gram).item() for gram in grams]
         self._pairs = list(itertools.combinations_with_replacement(range(len(grams)), 2))
         self._columns = columns
         self.is_exact = signs is not None
@@ -124,18 +125,24 @@ class Factors:
             sample = torch.arange(units, device="cpu") % (units // columns)
             same = sample.unsqueeze(0) == sample.unsqueeze(1)
             self._weights = torch.where(same, columns / (columns - 1), 1.0).double().fill_diagonal_(0)
-        self._grams_outside: dict[int, tuple[int, Tensor]] = {}
-        """with the size of the basis"""
         self._roots: dict[int, Tensor] = {}
         self._right_factors: RightFactors | None = None
-        self._norms: dict[tuple[int, int], float] = {}
         self._spectral: dict[tuple[int, int], float] = {}
+        self._summarise()
+
+    def _summarise(self) -> None:
+        """Norms of all blocks."""
+        weighted = [self._weights * gram for gram in self._grams]
+        norms = [(weighted[v] * self._grams[w]).sum() for v, w in self._pairs]
+        bounds = [(self._grams[v] * self._grams[w]).sum() for v, w in self._pairs]
+        sizes = [torch.linalg.vector_norm(gram) for gram in self._grams]
+        self._sizes: list[float] = torch.stack(sizes).tolist()
+        self._norms: dict[tuple[int, int], float] = dict(zip(self._pairs, torch.stack(norms).tolist()))
+        self._bounds: dict[tuple[int, int], float] = dict(zip(self._pairs, torch.stack(bounds).tolist()))
 
     def norm_squared(self, v: int, w: int) -> float:
         """‖GN[v, w]‖_F²; zero where rounding or the error of a sketch makes it negative."""
-        if (v, w) not in self._norms:
-            self._norms[v, w] = max(0.0, (self._weights * self._grams[v] * self._grams[w]).sum().item())
-        return self._norms[v, w]
+        return max(0.0, self._norms[min(v, w), max(v, w)])
 
     def orthogonality(self, v: int, w: int) -> float:
         """max(1, ‖G_v‖ ‖G_w‖ / ‖GN[v, w]‖²): the cancellation in F_v D F_w^T, which amplifies rounding errors."""
@@ -146,62 +153,29 @@ class Factors:
         """Recompute the Gram matrices in double precision throughout, if a norm suffers from cancellation."""
         if self.rows is None or all(self.orthogonality(v, w) < 1e3 for v, w in self._pairs):
             return
-        self._grams = [rows.gram(precisely=True) for rows in self.rows]
-        self._norms.clear()
+        self._grams = whole_grams(to_host([rows.gram(precisely=True) for rows in self.rows]))
+        self._summarise()
 
     def cancels(self) -> bool:
         """Positive and negative parts cancel in some norm: it is mostly rounding."""
         if not self.is_exact or (self._signs >= 0).all():
             return False
-        return any(
-            self.norm_squared(v, w) < 1e-4 * (self._grams[v] * self._grams[w]).sum().item() for v, w in self._pairs
-        )
+        return any(self.norm_squared(*pair) < 1e-4 * self._bounds[pair] for pair in self._pairs)
 
-    def norm_squared_outside(self, v: int, w: int, bases: Sequence[Tensor]) -> float:
-        """‖P_v GN[v, w] P_w‖_F² with P_v = I - Q_v Q_v^T, Q_v = bases[v]."""
-        return self._influence(v, w, bases).sum().item()
-
-    def _influence(self, v: int, w: int, bases: Sequence[Tensor]) -> Tensor:
-        """The contribution of every unit to `norm_squared_outside`."""
-        return (self._weights * self._gram_outside(v, bases[v]) * self._gram_outside(w, bases[w])).sum(1)
-
-    def _gram_outside(self, v: int, basis: Tensor) -> Tensor:
-        """Gram matrix of P_v F_v."""
-        if basis.shape[1] == 0:
-            return self._grams[v]
+    def outside(self, bases: Mapping[int, Tensor]) -> OutsideFactors:
+        """P_v GN[v, w] P_w with P_v = I - Q_v Q_v^T, Q_v = bases[v]."""
         assert self.rows is not None
-        cached = self._grams_outside.get(v)
-        if cached is None or cached[0] != basis.shape[1]:
-            inside = precise(self.rows[v] @ basis).cpu()
-            cached = self._grams_outside[v] = basis.shape[1], self._grams[v] - inside @ inside.T
-        return cached[1]
-
-    def standard_error(self, terms: Iterable[tuple[float, int, int]], bases: Sequence[Tensor]) -> float:
-        """Standard error of Σ slope · norm_squared_outside(v, w) for a sketch of r random vectors per sample.
-
-        To first order, the variance of a U-statistic is that of its linear part (Hoeffding 1948), 4 Σ_b r Var_r(h_br),
-        which is independent between the vectors. Estimated from the statistic itself it is conservative (Efron & Stein
-        1981). Degrees of freedom after Welch and Satterthwaite.
-        """
-        if self.is_exact:
-            return 0.0
-        linear = sum(slope * self._influence(v, w, bases) for slope, v, w in terms)
-        if not isinstance(linear, Tensor):
-            return 0.0
-        spread = linear.reshape(self._columns, -1).var(dim=0, unbiased=True)
-        total = spread.sum().item()
-        if total == 0:
-            return 0.0
-        degrees_of_freedom = (self._columns - 1) * total**2 / spread.square().sum().item()
-        return 2 * math.sqrt(self._columns * total) * small_sample_factor(int(degrees_of_freedom))
+        inside = to_host([self.rows[v] @ basis for v, basis in bases.items()])
+        grams = {v: self._grams[v] - matrix @ matrix.T for v, matrix in zip(bases, inside)}
+        return OutsideFactors(grams, self._weights, 0 if self.is_exact else self._columns)
 
     def relative_error(self) -> float:
         """Largest standard error of any ‖GN[v, w]‖_F, relative to it."""
         if self.is_exact:
             return 0.0
-        whole = [gram.new_zeros((0, 0)) for gram in self._grams]
+        whole = OutsideFactors(dict(enumerate(self._grams)), self._weights, self._columns)
         errors = [
-            self.standard_error([(0.5 / self.norm_squared(v, w), v, w)], whole)
+            whole.standard_error([(0.5 / self.norm_squared(v, w), v, w)])
             for v, w in self._pairs
             if self.norm_squared(v, w) > 0
         ]
@@ -209,7 +183,8 @@ class Factors:
 
     def bilinear_form(self, one: Tensor, other: Tensor) -> float:
         """z_v^T GN[v, w] z_w for F_v^T z_v and F_w^T z_w."""
-        return (one * self._signs * other).sum().item()
+        (form,) = (one * self._signs * other).sum().reshape(1).tolist()
+        return float(form)
 
     def product(self, w: int, z: Tensor) -> Columns:
         """GN[:, w] z for the columns of z, from an exact factor."""
@@ -252,6 +227,43 @@ class Factors:
         return self._roots[v]
 
 
+class OutsideFactors:
+    """‖P_v GN[v, w] P_w‖_F² from the Gram matrices of P_v F_v, with errors for a sketch of `columns` vectors per sample."""
+
+    def __init__(self, grams: Mapping[int, Tensor], weights: Tensor, columns: int) -> None:
+        self._columns = columns
+        """0 without an error"""
+        nodes = sorted(grams)
+        self._pairs = {
+            pair: i for i, pair in enumerate(itertools.combinations_with_replacement(nodes, 2))
+        }
+        # the contribution of every unit
+        self._influences = torch.stack([(weights * grams[v] * grams[w]).sum(1) for v, w in self._pairs])
+        self._norms: list[float] = self._influences.sum(1).tolist()
+
+    def norm_squared(self, v: int, w: int) -> float:
+        return self._norms[self._pairs[min(v, w), max(v, w)]]
+
+    def standard_error(self, terms: Iterable[tuple[float, int, int]]) -> float:
+        """Standard error of Σ slope · norm_squared(v, w) for a sketch of r random vectors per sample.
+
+        To first order, the variance of a U-statistic is that of its linear part (Hoeffding 1948), 4 Σ_b r Var_r(h_br),
+        which is independent between the vectors. Estimated from the statistic itself it is conservative (Efron & Stein
+        1981). Degrees of freedom after Welch and Satterthwaite.
+        """
+        if not self._columns:
+            return 0.0
+        slopes = self._influences.new_zeros(len(self._pairs))
+        for slope, v, w in terms:
+            slopes[self._pairs[min(v, w), max(v, w)]] += slope
+        spread = (slopes @ self._influences).reshape(self._columns, -1).var(dim=0, unbiased=True)
+        total, squares = torch.stack([spread.sum(), spread.square().sum()]).tolist()
+        if total == 0:
+            return 0.0
+        degrees_of_freedom = (self._columns - 1) * total**2 / squares
+        return 2 * math.sqrt(self._columns * total) * small_sample_factor(int(degrees_of_freedom))
+
+
 def build(
     graph: TappedGraph, source: Cotangents, batch_dim: int, probes: Sequence[Tensor]
 ) -> tuple[Factors, list[Tensor]]:
@@ -266,11 +278,12 @@ def build(
     grams: dict[int, Tensor] = {}
     coefficients: dict[int, Tensor] = {}
     for group in groups:
-        for v, rows in _factor_rows(graph, group, source, batch_dim).items():
-            grams[v] = rows.gram()
-            coefficients[v] = precise(rows @ probes[v].reshape(-1)).cpu()
-            if len(groups) == 1:
-                kept[v] = rows
+        found = _factor_rows(graph, group, source, batch_dim)
+        read = to_host([x for v, rows in found.items() for x in (rows.gram(), rows @ probes[v].reshape(-1))])
+        grams.update(zip(found, whole_grams(read[::2])))
+        coefficients.update(zip(found, read[1::2]))
+        if len(groups) == 1:
+            kept = found
     factors = Factors(
         [kept[v] for v in nodes] if kept else None, [grams[v] for v in nodes], source.signs, source.columns
     )

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from curvmon.graph.arguments import check_budget
 from curvmon.graph.autograd import operations
+from curvmon.operators.batching import Batched
 from curvmon.operators.finite_difference_check import check_in_double_precision
 from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
-from curvmon.pairs.estimator import PairEstimator
+from curvmon.pairs.estimator import FOR_ALL_METRICS, FOR_NORMS, Estimate, PairEstimator
 from curvmon.pairs.gauss_newton import gauss_newton_part, with_factors
+from curvmon.pairs.pair_metrics import undefined
 from curvmon.records import AFTER_LAST_NODE, Measurement
 
 
@@ -31,6 +33,7 @@ def measure(
     rtol: float = 0.05,
     max_hvps: int | None = None,
     seed: int = 0,
+    batched: Batched = "auto",
 ) -> Measurement:
     """Resonance, coupling, stable rank and GN-Gap of all pairs of layers, each with a standard error.
 
@@ -56,6 +59,8 @@ def measure(
         max_hvps: stop before this many HVPs, products with the Gauss-Newton part included. The backward passes for the
             Gauss-Newton factors are not counted; `notes` has their number.
         seed: seed of the probes; the same seed gives the same numbers. The model's own noise is always the same.
+        batched: whether several HVPs are computed in one launch, which takes more memory. "auto": on accelerators, and
+            on a CPU for small networks without convolutions.
 
     Raises:
         InputError: an argument makes no sense, or `max_hvps` is too small.
@@ -86,6 +91,7 @@ def measure(
         rtol=rtol,
         max_hvps=max_hvps,
         seed=seed,
+        batched=batched,
     )
 
 
@@ -100,17 +106,20 @@ def run_measurement(
     rtol: float,
     max_hvps: int | None,
     seed: int,
+    batched: Batched = "auto",
+    few_directions: bool = False,
     raise_max_hvps: bool = False,
     on_product: Callable[[int], None] | None = None,
 ) -> Measurement:
     """`measure` for a monitor: `raise_max_hvps` raises too small a `max_hvps` to the smallest possible one.
 
+    `few_directions`: bases as small as R, C and the gap need for `rtol`; the standard error of D is then larger.
     `on_product` is called with the number of HVPs that were just computed.
     """
     start = time.perf_counter()
     check_budget(rtol, max_hvps, seed)
     open_again = functools.partial(
-        open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim
+        open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, batched=batched
     )
     with open_again(dtype=None) as session:
         # a different stream from that of the model's own random numbers, which are seeded as well
@@ -120,18 +129,20 @@ def run_measurement(
         del graph
         part = gauss_newton_part(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
         operator = with_factors(session.operator, part)
-        estimate = PairEstimator(
+        estimator = PairEstimator(
             operator if on_product is None else _CountedOperator(operator, on_product),
             session.names,
             rtol=rtol,
             max_hvps=max_hvps,
             generator=generator,
             part=part,
+            effort=FOR_NORMS if few_directions else FOR_ALL_METRICS,
             raise_max_hvps=raise_max_hvps,
-        ).run()
+        )
+        estimate = Estimate(undefined(session.names), part.hvps, []) if part.rounding == "hessian" else estimator.run()
     names, value, functions = session.names, session.loss, session.operator.custom_functions
     notes = [*session.notes, *part.notes]
-    del session, part, operator  # they hold the graph and the factors; another graph may follow
+    del session, part, operator, estimator  # they hold the graph and the factors; another graph may follow
     if functions:
         notes += check_in_double_precision(open_again, functions)
     matrices = estimate.matrices
@@ -157,9 +168,7 @@ class _CountedOperator:
         self.hvps_per_column = operator.hvps_per_column
 
     def columns(self, w: int, z: Tensor) -> Products:
-        products = self._operator.columns(w, z)
-        self._on_product(products.spent)
-        return products
+        return self.columns_of({w: z})[w]
 
     def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
         products = self._operator.columns_of(requests)

@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from curvmon.operators.node_blocks import Part
 from curvmon.pairs.gauss_newton import GaussNewtonPart
+from curvmon.pairs.gauss_newton_factors import OutsideFactors
+from curvmon.pairs.images import Images
 from curvmon.pairs.pair_metrics import Matrices, Norms, metrics_of_norms
-from curvmon.pairs.random_probes import PARTS, RestSamples, Term
-from curvmon.pairs.shared_basis import PartNorms, SharedBasis, SpectralNorm
+from curvmon.pairs.random_probes import RestSamples, Term
+from curvmon.pairs.shared_basis import PARTS, PartNorms, SharedBasis
+from curvmon.pairs.spectral_norm import SpectralNorm
 from curvmon.records import Metric
 
 
@@ -39,8 +43,17 @@ class Assembler:
     """Computes the metrics from the finished bases and the samples so far."""
 
     def __init__(
-        self, basis: SharedBasis, rest: RestSamples, part: GaussNewtonPart, names: tuple[str, ...], eps: float
+        self,
+        images: Images,
+        basis: SharedBasis,
+        rest: RestSamples,
+        part: GaussNewtonPart,
+        names: tuple[str, ...],
+        dimensions: Sequence[int],
+        eps: float,
     ) -> None:
+        self._images = images
+        self._dimensions = dimensions
         self._basis = basis
         self._rest = rest
         self._part = part
@@ -52,6 +65,10 @@ class Assembler:
             for v, w in self._pairs
             if not part.gives_hessian(v, w)
         }
+        self._factors: OutsideFactors | None = None
+        """P_v GN[v, w] P_w from factors"""
+        if self._blocks and part.factors is not None and part.factors.rows is not None:
+            self._factors = part.factors.outside({v: basis.vectors(v) for v in images.nodes})
         self._spectral_norms: dict[tuple[int, int], SpectralNorm] = {}
         self._rest_estimates: dict[tuple[Part, int, int], RestEstimate] = {}
 
@@ -84,8 +101,9 @@ class Assembler:
 
     def matrices(self) -> Matrices:
         self._rest_estimates.clear()
-        extended = self._basis.extended_by(self._rest.directions())
-        self._spectral_norms = {(v, w): extended.spectral_norm(v, w) for v, w in self._blocks}
+        if self._blocks:
+            extended = SharedBasis(self._images, self._rest.kept())
+            self._spectral_norms = dict(zip(self._blocks, extended.spectral_norms(list(self._blocks)).norms))
         matrices = Matrices(self._names)
         norms = {(v, w): self._norms(v, w) for v, w in self._pairs}
         for (v, w), pair in norms.items():
@@ -127,14 +145,11 @@ class Assembler:
     def _best_estimate(self, part: Part, v: int, w: int) -> RestEstimate:
         """From the probes alone or with the factors, whichever has the smaller standard error."""
         probed = RestEstimate(self._rest.mean(part, v, w), ((1.0, part),), 0.0)
-        factors = self._part.factors
         complete = self._basis.is_complete(v) or self._basis.is_complete(w)
-        if part == "remainder" or factors is None or factors.rows is None or complete:
+        if part == "remainder" or self._factors is None or complete:
             return probed
-        gauss_newton = factors.norm_squared_outside(v, w, self._basis.vectors)
-        if gauss_newton <= 2 * factors.standard_error([(1.0, v, w)], self._basis.vectors) and not math.isnan(
-            probed.value
-        ):
+        gauss_newton = self._factors.norm_squared(v, w)
+        if gauss_newton <= 2 * self._factors.standard_error([(1.0, v, w)]) and not math.isnan(probed.value):
             return probed  # within the error of the sketch; it may even be negative
         if part == "gauss_newton" or {v, w} & self._part.linear_nodes:
             mixed = RestEstimate(gauss_newton, (), 1.0)
@@ -151,9 +166,9 @@ class Assembler:
         ]
         error = self._rest.standard_error(probed)
         factored = [(slope * e.factor_slope, v, w) for slope, e, v, w in terms if e.factor_slope]
-        if not factored or self._part.factors is None:
+        if not factored or self._factors is None:
             return error
-        return math.hypot(error, self._part.factors.standard_error(factored, self._basis.vectors))
+        return math.hypot(error, self._factors.standard_error(factored))
 
     def _errors(self, v: int, w: int, norms: Norms, row: float, col: float) -> dict[Metric, float]:
         """Standard errors by the delta method, plus rounding."""
@@ -196,7 +211,7 @@ class Assembler:
 
     def _rounding(self, v: int, w: int) -> float:
         """Relative rounding error: from the dimensions, and as observed in the asymmetry of the blocks."""
-        size = max(self._basis.dimension(node) for node in (v, w))
+        size = max(self._dimensions[v], self._dimensions[w])
         if self._part.gives_hessian(v, w) and self._part.factors is not None:
             # the product of nearly orthogonal factors suffers from cancellation
             return (4 + math.sqrt(size)) * self._eps * math.sqrt(self._part.factors.orthogonality(v, w))

@@ -7,6 +7,7 @@ Nothing is clamped. All thresholds are relative: multiplying the loss by 1e-9 ch
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -99,3 +100,13 @@ class Matrices:
     def notes(self) -> list[str]:
         """One sentence per reason, with the pairs it applies to."""
         return [f"{', '.join(pairs)}: {reason}" for reason, pairs in self._reasons.items()]
+
+
+def undefined(nodes: tuple[str, ...]) -> Matrices:
+    """NaN for all pairs."""
+    matrices, nan = Matrices(nodes), math.nan
+    for v, w in itertools.combinations_with_replacement(range(len(nodes)), 2):
+        matrices.put_metrics(v, w, PairMetrics(nan, nan, nan, nan, None), Norms(nan, nan, nan, nan))
+        for metric in METRICS:
+            matrices.put_error(metric, v, w, nan)
+    return matrices

@@ -49,9 +49,9 @@ def leading_pairs(left: Tensor, rights: RightFactors, gram: Tensor | None = None
         images = left.T @ (rights.double @ best.to(rights.double))
         values = torch.linalg.vector_norm(images, dim=1).squeeze(1)
         vectors = images.squeeze(2) / values.unsqueeze(1)
-    for i in (~converged).nonzero().flatten().tolist():
+    for i in [i for i, done in enumerate(converged.tolist()) if not done]:
         u, s, _ = torch.linalg.svd(left.T @ rights.double[i], full_matrices=False)
-        vectors[i], values[i] = (u[:, 0], s[0]) if len(s) and s[0] > 0 else (0.0, 0.0)
+        vectors[i], values[i] = (u[:, 0], s[0]) if s[:1].tolist() > [0.0] else (0.0, 0.0)
     return vectors, values
 
 
@@ -75,7 +75,7 @@ def _iterate(gram: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
         best = blocks @ vector
         residual = back @ vector - top.reshape(-1, 1, 1) * best
         converged = (top > 0) & (torch.linalg.vector_norm(residual, dim=(1, 2)) <= TOLERANCE * top)
-        if step >= 4 and converged.all():
+        if step >= 4 and all(converged.tolist()):
             break
         blocks = torch.linalg.qr(back).Q
     return best / torch.linalg.vector_norm(best.double(), dim=1, keepdim=True), converged

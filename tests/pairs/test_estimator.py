@@ -12,6 +12,7 @@ from torch import Tensor
 import curvmon
 from curvmon.numerics import gaussian, small_sample_factor
 from curvmon.operators.node_blocks import Products
+from curvmon.pairs.images import Images
 from curvmon.pairs.random_probes import RestSamples
 from curvmon.pairs.shared_basis import SharedBasis
 from tests.helpers.dense_blocks import (
@@ -132,23 +133,47 @@ def test_low_rank_blocks_are_exact() -> None:
         assert found.get("gn_gap", v, w) < 1e-10
 
 
-def random_basis(operator: DenseBlocks, generator: torch.Generator) -> SharedBasis:
-    """Three of four random directions at every node."""
-    basis = SharedBasis(operator)
-    for v, size in enumerate(SIZES):
-        basis.extend(v, torch.randn(size, 4, generator=generator, dtype=torch.float64), most=3)
-        assert basis.size(v) == 3
-    return basis
+def random_basis(operator: DenseBlocks, generator: torch.Generator) -> tuple[Images, SharedBasis]:
+    """Three random directions at every node."""
+    images = Images(operator, range(3))
+    drawn = {v: torch.randn(size, 3, generator=generator, dtype=torch.float64) for v, size in enumerate(SIZES)}
+    images.add({v: torch.linalg.qr(directions).Q for v, directions in drawn.items()})
+    images.read()
+    return images, SharedBasis(images, dict.fromkeys(range(3), 3))
+
+
+def outside(images: Images, v: int, x: Tensor) -> Tensor:
+    basis = images.vectors[v][:, :3]
+    return x - basis @ (basis.T @ x)
 
 
 def test_the_split_of_a_norm_adds_up() -> None:
     """‖A‖² = ‖A^T Q_v‖² + ‖P_v A Q_w‖² + ‖P_v A P_w‖²"""
     operator = problem(0.5)
-    basis = random_basis(operator, torch.Generator().manual_seed(5))
+    images, basis = random_basis(operator, torch.Generator().manual_seed(5))
     for v, w in PAIRS:
         A = operator.block(0, v, w)
-        rest = torch.linalg.norm(basis.outside(w, basis.outside(v, A).T)) ** 2
+        rest = torch.linalg.norm(outside(images, w, outside(images, v, A).T)) ** 2
         assert basis.captured(v, w).hessian + rest.item() == pytest.approx(torch.linalg.norm(A).item() ** 2)
+
+
+def test_the_spectral_norm_is_that_of_the_captured_part() -> None:
+    """The dense A - P_v A P_w, and the residual of its leading singular vectors."""
+    operator = problem(0.5)
+    images, basis = random_basis(operator, torch.Generator().manual_seed(5))
+    found = basis.spectral_norms(PAIRS)
+    for i, (v, w) in enumerate(PAIRS):
+        A = operator.block(0, v, w)
+        captured = A - outside(images, w, outside(images, v, A).T).T
+        u, s, vh = torch.linalg.svd(captured)
+        assert found.norms[i].norm == pytest.approx(s[0].item(), rel=1e-7)
+        assert found.norms[i].ritz[1].value == pytest.approx((s[1] / s[0]).item(), rel=1e-6)
+        assert found.norms[i].ritz[0].row == pytest.approx(outside(images, v, u[:, 0]).square().sum().item(), rel=1e-5)
+        combination, size = basis.leading_residual(v, [(w, found.rows[i, 0])])
+        residual = outside(images, v, images.combination(v, combination)[:, 0])
+        assert size**2 == pytest.approx(found.norms[i].ritz[0].row, rel=1e-6)
+        cosine = residual @ outside(images, v, u[:, 0]) / size**2
+        assert abs(cosine.item()) == pytest.approx(1, rel=1e-6)
 
 
 def test_a_wrong_second_derivative_shows_as_asymmetry() -> None:
@@ -174,11 +199,11 @@ def test_probes_come_from_the_generator_alone() -> None:
 def test_probes_are_orthogonal_and_exact_when_they_span_the_rest() -> None:
     """Sampling without replacement: after as many probes as there are dimensions nothing is left to chance."""
     operator, g = problem(0.5), torch.Generator().manual_seed(5)
-    basis = random_basis(operator, g)
-    rest = RestSamples(operator, basis, range(3))
+    images, basis = random_basis(operator, g)
+    rest = RestSamples(images, basis)
     spent = sum(rest.add({0: count}, g) for count in (5, 20, 100))
     assert rest.remaining(0) == 0 and spent == 2 * (SIZES[0] - 3)
-    A = basis.outside(0, basis.outside(0, operator.block(0, 0, 0)).T)
+    A = outside(images, 0, outside(images, 0, operator.block(0, 0, 0)).T)
     assert rest.mean("hessian", 0, 0) == pytest.approx(torch.linalg.norm(A).item() ** 2)
     assert rest.standard_error([(1.0, "hessian", 0, 0)]) == 0
 
