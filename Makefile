@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test test-fast demo screenshots docs bench bench-spectrum bench-alerts lint format types check clean
+.PHONY: test test-fast demo screenshots docs bench bench-measurement bench-spectrum bench-alerts lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
@@ -27,6 +27,10 @@ screenshots: demo
 bench: $(READY)
 	$(BIN)/python -m benchmarks.products
 	$(BIN)/python -m benchmarks.speed $(if $(DATA),--data $(DATA)) --write docs/speed-table.md
+
+# a whole measurement of the monitor, on the CPU and on a pretend accelerator; DATA=cifar10_subset.npz for real images
+bench-measurement: $(READY)
+	$(BIN)/python -m benchmarks.measurement $(if $(DATA),--data $(DATA)) --write docs/measurement-table.md
 
 # The other packages go in without what they ask for: one of them wants torchvision, which this torch does not take.
 bench-spectrum: $(READY)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,31 @@ def _status(key: str) -> float:
     return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
 
 
+@contextmanager
+def peak_beyond_now() -> Iterator[list[float]]:
+    """When the context ends, the list holds the MiB that were taken at most, beyond what was taken at its start."""
+    found: list[float] = []
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
+    yield found
+    found.append(_status("VmHWM") - before)
+
+
 def peak(case: str, what: str) -> float:
     """MiB beyond what model and batch take."""
     torch.manual_seed(0)
     model, batch, loss, nodes = CASES[case]()
     torch.ones(256, 256) @ torch.ones(256, 256)  # libraries take their own memory now
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
-    if what == "step":
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
-    else:
-        curvmon.measure(model, batch, loss=loss, nodes=nodes)
-    return _status("VmHWM") - before
+    with peak_beyond_now() as found:
+        if what == "step":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+        else:
+            curvmon.measure(model, batch, loss=loss, nodes=nodes)
+    return found[0]
 
 
 def compare(case: str) -> tuple[float, float]:

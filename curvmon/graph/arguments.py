@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from curvmon.errors import InputError
 from curvmon.graph.pytree import named_tensors
@@ -113,7 +113,7 @@ def why_not_finite(batch: Any, model: nn.Module) -> str:
     return " although inputs and parameters are finite; look for log or division by zero, or overflow"
 
 
-def explained(run: Callable[[], Any], model: nn.Module, dtype: torch.dtype | None) -> Any:
+def explained(run: Callable[[], Any], model: nn.Module, dtype: torch.dtype | None, batch: Any) -> Any:
     """Run the loss for the first time; the most likely mistakes become an `InputError` with a remedy."""
     try:
         return run()
@@ -123,6 +123,12 @@ def explained(run: Callable[[], Any], model: nn.Module, dtype: torch.dtype | Non
         raise InputError(CRITERION) from error
     except RuntimeError as error:
         text = str(error)
+        devices, others = _devices(model.parameters()), _devices(tensor for _, tensor in named_tensors(batch))
+        if devices and others and not devices & others:
+            raise InputError(
+                f"{text.splitlines()[0]}. The model is on {', '.join(sorted(devices))}, the batch on "
+                f"{', '.join(sorted(others))}: move one of them, or let loss(model, batch) move the batch"
+            ) from error
         if not any(words in text for words in ("same dtype", "expected scalar type", "mixed dtype", "dtype mismatch")):
             raise
         raise InputError(
@@ -130,3 +136,7 @@ def explained(run: Callable[[], Any], model: nn.Module, dtype: torch.dtype | Non
             f"the tensors in the batch are converted, others cannot be. Put other tensors that the loss uses "
             f"(class weights, say) into the batch or a buffer, or convert them where they are used with .to(x.dtype)"
         ) from error
+
+
+def _devices(tensors: Iterable[Tensor]) -> set[str]:
+    return {str(tensor.device) for tensor in tensors}

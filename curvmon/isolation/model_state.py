@@ -41,7 +41,7 @@ def random_state(seed: int) -> Iterator[None]:
     numpy_state = numpy.random.get_state() if numpy else None
     accelerators = _initialized_accelerators()
     torch_state = torch.default_generator.get_state()
-    device_states = [module.get_rng_state_all() for module in accelerators]
+    device_states = [[module.get_rng_state(i) for i in range(module.device_count())] for module in accelerators]
     mps_state = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
     try:
         reseed(seed)
@@ -51,8 +51,9 @@ def random_state(seed: int) -> Iterator[None]:
         if numpy is not None:
             numpy.random.set_state(numpy_state)
         torch.default_generator.set_state(torch_state)
-        for module, state in zip(accelerators, device_states):
-            module.set_rng_state_all(state)
+        for module, states in zip(accelerators, device_states):
+            for i, state in enumerate(states):
+                module.set_rng_state(state, i)
         if mps_state is not None:
             torch.mps.set_rng_state(mps_state)
 
@@ -74,8 +75,10 @@ def reseed(seed: int) -> None:
 
 
 def _initialized_accelerators() -> list[Any]:
-    """Only those in use: asking another for its state would initialise it."""
-    accelerators: list[Any] = [torch.cuda, torch.xpu]
+    """Only those in use: asking another for its state would initialise it. One may be from outside torch."""
+    current = torch.accelerator.current_accelerator()
+    kinds = {"cuda", "xpu", "cpu" if current is None else current.type} - {"cpu", "mps"}
+    accelerators: list[Any] = [torch.get_device_module(kind) for kind in sorted(kinds)]
     return [module for module in accelerators if module.is_initialized()]
 
 

@@ -256,7 +256,7 @@ def _opened(
                 reseed(NOISE_SEED)
                 return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, None))))
 
-            graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, None)
+            graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, None, batch)
             if not torch.isfinite(graph.loss):
                 raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph

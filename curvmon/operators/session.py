@@ -62,7 +62,7 @@ def open_session(
             reseed(NOISE_SEED)
             return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, dtype))))
 
-        calls = explained(lambda: _discover(model, run, isolation), model, dtype)
+        calls = explained(lambda: _discover(model, run, isolation), model, dtype, batch)
         if not calls:
             raise NoCallError("loss(model, batch) did not call the model that was passed, nor any part of it")
         out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))
