@@ -38,9 +38,9 @@ def warm_starts(settings: Iterable[Setting]) -> Iterator[str]:
     yield (
         f"HVPs until all eigenvalues are within {100 * CLOSE:g} % of the truth, by starting vector: "
         f'{", ".join(STARTS)}. "Rule": HVPs until all residuals are below {TOLERANCE:g} of their eigenvalue. '
-        f"Random and Gauss-Newton: median of {len(SEEDS)} seeds; a dash where there is no such vector. Warm: a block "
-        "of the eigenvectors of an epoch before, the smallest eigenvalue's included, with one HVP for each; perfect: "
-        'of the true ones. "Overlap": the share of the new eigenvectors that lies in the span of the old ones.'
+        f"Random and Gauss-Newton: median of {len(SEEDS)} seeds; a dash where there is no such vector. Warm: the sum "
+        "of the eigenvectors of an epoch before, the smallest eigenvalue's included; perfect: that of the true ones. "
+        '"Overlap": the share of the new eigenvectors that lies in the span of the old ones.'
     )
 
 
@@ -53,7 +53,7 @@ def _cells(setting: Setting, k: int) -> tuple[str, str]:
         newton = [start for seed in SEEDS if (start := _gauss_newton(operator, k, seed)) is not None]
         singles = [[_random(operator, seed) for seed in SEEDS], [operator.gradient], newton]
         starts = [[_perturbed(operator, start) for start in group] for group in singles]
-        starts += [[each.start_vectors().T] for each in (before, after)]
+        starts += [[each.start_vector().unsqueeze(0)] for each in (before, after)]
         counts = [[_until(operator, rows, after.eigenvalues) for rows in group] for group in starts]
     medians = [[f"{statistics.median(each):g}" for each in zip(*group)] or ["–", "–"] for group in counts]
     close, ruled = (", ".join(column) for column in zip(*medians))

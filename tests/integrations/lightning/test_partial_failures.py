@@ -108,7 +108,7 @@ def test_long_message_is_truncated() -> None:
 
 def test_warm_start_is_kept_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vector as large as the parameters; training may need the memory of the device."""
-    original = curvmon.Spectrum.start_vectors
+    original = curvmon.Spectrum.start_vector
     moved: list[Any] = []
 
     class Elsewhere(Tensor):
@@ -116,7 +116,7 @@ def test_warm_start_is_kept_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             moved.append(self)
             return self.as_subclass(Tensor)
 
-    monkeypatch.setattr(curvmon.Spectrum, "start_vectors", lambda self: original(self).as_subclass(Elsewhere))
+    monkeypatch.setattr(curvmon.Spectrum, "start_vector", lambda self: original(self).as_subclass(Elsewhere))
     monitor = CurvatureMonitor(metrics=[], eigenvalues=1, initial=False)
     assert not trained(Regression(), monitor, loaders())
     assert len(moved) == 1 and type(monitor._recorder.runner._start) is Tensor
