@@ -29,7 +29,7 @@ Loss = Callable[[Any, Any], Tensor]
 OnProduct = Callable[[int], None]
 """called with the number of HVPs that were just computed"""
 Result = TypeVar("Result")
-ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.05, by_gap=True)
+ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.05)
 """finer than a curve in a dashboard can show"""
 MAX_SPECTRUM_HVPS = 80
 """eigenvalues that have not converged by then are reported with a note"""

@@ -106,14 +106,25 @@ class EigenvalueSearch:
         limit: int,
         generator: torch.Generator,
         smallest: bool = True,
+        width: int = 1,
     ) -> None:
-        """`limit`: of all products of the operator. `smallest`: the smallest eigenvalue has to converge, too."""
+        """
+        Args:
+            operator: whose eigenvalues are searched.
+            k: number of the largest ones.
+            accuracy: when they count as converged.
+            limit: of all products of the operator.
+            generator: draws random vectors.
+            smallest: the smallest eigenvalue has to converge, too.
+            width: products that run in one launch.
+        """
         self._operator = operator
         self._k = min(k, operator.size)
         self._accuracy = accuracy
         self._limit = limit
         self._generator = generator
         self._required = self._k + 1 if smallest else self._k
+        self._width = width
         self.capacity = self._k + EXTRA_VECTORS - 3
         """vectors of one Krylov space"""
 
@@ -124,7 +135,8 @@ class EigenvalueSearch:
     def krylov_space(self, starts: Tensor | None) -> KrylovSpace:
         """Products until the k largest eigenvalues and the smallest one have converged, or to the limit.
 
-        First with all of the starting vectors (rows; None: a random one), then with one residual after the other.
+        First with all of the starting vectors (rows; None: a random one), then with the worst residual, or with as many
+        residuals as run in one launch.
         """
         space = KrylovSpace(self._operator.matmat, self._random() if starts is None else starts)
         space.expand()
@@ -135,7 +147,9 @@ class EigenvalueSearch:
             excess = self._errors_per_tolerance(ritz, chosen)[: self._required]
             if len(chosen) > self._k and excess.max() <= 1:
                 break
-            space.expand(ritz.directions[:, [chosen[int(excess.argmax())]]])
+            few = min(self._width, len(space.front), self._limit - self._operator.products)
+            worst = [chosen[i] for i in excess.argsort(descending=True).tolist()]
+            space.expand(ritz.directions[:, worst[:few]])
         return space
 
     def _errors_per_tolerance(self, ritz: RitzPairs, chosen: list[int]) -> Tensor:

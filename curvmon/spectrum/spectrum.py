@@ -161,7 +161,7 @@ def run_spectrum(
         members = {} if groups is None else resolve_groups(operator.names, groups)
         gradient_norm = norm(operator.gradient)
         generator = torch.Generator("cpu").manual_seed(seed)
-        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest)
+        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest, operator.width)
         estimate: TraceAndStart | None = None
         # with few parameters, the probes of `deflated_trace` may span all directions
         if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
