@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvmon.numerics import gaussian, norm_squared, rademacher
+from curvmon.numerics import gaussian, norms, rademacher
 
 Product = Callable[[Sequence[Tensor]], list[Tensor]]
 TOLERANCE = 1e-3
@@ -187,7 +187,8 @@ def _softmax_along(dim: int, output: Tensor, vector: Tensor, image: Tensor) -> R
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
-    return norm_squared(one - other) <= TOLERANCE**2 * norm_squared(one)
+    difference, size = norms([one - other, one])
+    return difference <= TOLERANCE * size
 
 
 def _normal(like: Tensor) -> Tensor:
