@@ -25,6 +25,8 @@ REASON = unavailable()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 AGREEMENT = 1e-5
 """relative to the largest entry: products may be batched in another way than on the CPU"""
+ERRORS = 3
+"""residuals and standard errors between two searches"""
 Seen = Callable[[str], dict[str, Any]]
 
 
@@ -104,6 +106,8 @@ def test_a_whole_fit_is_measured_as_on_the_cpu(network: str, seen: Seen) -> None
     assert len(found["device"]) == len(found["host"]) == 3
     for device, host in zip(found["device"], found["host"]):
         check_agreement(device, host)
+    for (values, errors), (expected, expected_errors) in zip(*found["searches"], strict=True):
+        assert ((values - expected).abs() <= ERRORS * (errors + expected_errors)).all()
 
 
 @pytest.mark.parametrize("network", SETTINGS)

@@ -21,6 +21,8 @@ FEW_DIMENSIONS = 2**16
 DENSITY_RUNS, DENSITY_STEPS = 4, 20
 FLOOR = 1e-4
 """share of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
+FEW_PRODUCTS = 10
+"""for the largest eigenvalue of another operator, when the limit is reached already"""
 MIN_VERIFICATION_STEPS = 8
 """products of another start before it may count as having no further eigenvalue"""
 
@@ -176,7 +178,8 @@ class EigenvalueSearch:
         """The largest eigenvalue of another operator and whether it has converged; `start` approximates its vector."""
         # an exact eigenvector, but of another eigenvalue, would end the search
         space = KrylovSpace(products, self.perturbed(start))
-        while not space.exhausted and space.products < self._limit:
+        limit = max(FEW_PRODUCTS, self._limit - self._operator.products)
+        while not space.exhausted and space.products < limit:
             self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 0)
             space.expand()
             ritz = space.ritz_pairs()
@@ -230,6 +233,11 @@ class EigenvalueSearch:
         sizes = norms([start, random])
         mixed: Tensor = start / sizes[0] + 0.1 * random / sizes[1]
         return mixed
+
+    def around(self, start: Tensor) -> Tensor:
+        """Starting vectors for a search, as rows: `perturbed`, and random ones where several run in one launch."""
+        others = [self._random() for _ in range(self._k if self._width > 1 else 0)]
+        return torch.cat([self.perturbed(start), *others])
 
     def _random(self) -> Tensor:
         """One row."""

@@ -309,7 +309,7 @@ def _starts(
     if start is None:
         # the gradient of a trained network lies mostly in the span of the leading eigenvectors, and costs nothing
         single = operator.gradient if estimate is None else estimate
-        return search.perturbed(single) if single.any() else None
+        return search.around(single) if single.any() else None
     if isinstance(start, Tensor):
         if start.shape[:1] != (operator.size,) or not 1 <= start.ndim <= 2:
             raise InputError(f"start= has shape {tuple(start.shape)}, the parameters are {operator.size} numbers")
