@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from curvmon.graph.autograd import leads_to
+from curvmon.graph.efficient_operations import tapped
 from curvmon.isolation.patches import NATIVE_FUNCTIONS, version
 
 _LOSS_NAMES = """
@@ -132,7 +133,7 @@ class OutputFinder(TorchFunctionMode):
         tap = zero_leaf(output)
         self.outputs.append(output)
         self.taps.append(tap)
-        value = output + tap
+        value = tapped(output, tap)
         for step in reversed(steps):
             value = step.function(value, *step.args, **step.kwargs)
         return value

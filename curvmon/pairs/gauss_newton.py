@@ -160,9 +160,20 @@ def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Co
 def _is_resolved(operator: GraphOperator) -> bool:
     """Whether products with S are linear up to a few per cent: S (u + v) = S u + S v. Rounding is not."""
     generator = torch.Generator("cpu").manual_seed(0)
-    one, other = ([gaussian(x, 1, generator).reshape(x.shape) for x in operator.graph.outputs] for _ in range(2))
-    images = [operator.output_curvature(x) for x in (one, other, [u + v for u, v in zip(one, other)])]
-    norms = [norm for u, v, both in zip(*images) for norm in (_norm(both - u - v), _norm(both))]
+
+    def drawn() -> list[Tensor]:
+        return [gaussian(x, 1, generator).reshape(x.shape) for x in operator.graph.outputs]
+
+    # the outputs may be the largest tensors of the network: few at a time
+    one, other = drawn(), drawn()
+    image = operator.output_curvature(one)
+    both = [u.add_(v) for u, v in zip(one, other)]
+    image_of_other = operator.output_curvature(other)
+    del one, other
+    expected = [u + v for u, v in zip(image, image_of_other)]
+    del image_of_other
+    image = operator.output_curvature(both)
+    norms = [norm for u, v in zip(image, expected) for norm in (_norm(u - v), _norm(u))]
     error, whole = torch.stack(to_host(norms)).reshape(-1, 2).square().sum(0).tolist()
     # a curvature of zero may be exact: that of a loss that is linear in the output
     return not error > RESOLVED**2 * whole
