@@ -10,10 +10,6 @@ from torch import Tensor
 
 from curvmon.errors import NonFiniteError
 
-NOT_FINITE = (
-    "a Hessian-vector product is not finite although the loss is; "
-    "look for sqrt, norm or log at zero, or overflow in low precision"
-)
 _Z = 1.959964
 """97.5 % quantile of the normal distribution"""
 _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
@@ -22,6 +18,8 @@ _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
 
 FEW = 1024
 """squares that are added in single precision"""
+CONVERTED = 2**16
+"""entries that are converted to double precision at a time, on a CPU"""
 SAFE = 1e-12
 """norms between this and its inverse have no squares that matter and underflow or overflow in single precision"""
 NOT_FINITE = (
@@ -63,8 +61,16 @@ def norm(x: Tensor) -> float:
     value = row_norms_squared(x.reshape(1, -1)).sqrt().item()
     if x.dtype != torch.float64 and not SAFE < value < 1 / SAFE:
         # if the loss is scaled by 1e-20 or 1e20, squares underflow or overflow in single precision
-        value = torch.linalg.vector_norm(x, dtype=precise_dtype(x)).item()
+        value = precise_norm(x).item()
     return float(value)
+
+
+def precise_norm(x: Tensor) -> Tensor:
+    """‖x‖ in double precision throughout."""
+    # on a CPU torch converts all of x before it adds
+    parts = torch.split(x.reshape(-1), CONVERTED) if x.device.type == "cpu" else (x,)
+    norms = [torch.linalg.vector_norm(part, dtype=precise_dtype(x)) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def norm_squared(x: Tensor) -> float:

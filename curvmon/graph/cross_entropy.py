@@ -13,7 +13,6 @@ a time. The value is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,18 +22,19 @@ from torch.autograd.function import once_differentiable
 
 from curvmon.isolation.patches import is_transformed
 
-PART = 2**20
-"""entries that are computed at a time"""
+PART, PART_ON_CPU = 2**22, 2**18
+"""entries that are computed at a time; on a CPU, what fits into its cache"""
 Part = tuple[slice, ...]
 
 
 def parts_of(x: Tensor, dim: int) -> list[Part]:
-    """Slices of x with about `PART` entries each, along its largest dimension other than `dim`."""
+    """Slices of x with at most `PART` entries each, if possible, along its largest dimension other than `dim`."""
+    entries = PART_ON_CPU if x.device.type == "cpu" else PART
     others = [axis for axis in range(x.ndim) if axis != dim % x.ndim]
-    if x.numel() <= PART or not others:
+    if x.numel() <= entries or not others:
         return [()]
     axis = max(others, key=lambda other: x.shape[other])
-    step = max(1, x.shape[axis] * PART // x.numel())
+    step = max(1, x.shape[axis] * entries // x.numel())
     return [(slice(None),) * axis + (slice(i, i + step),) for i in range(0, x.shape[axis], step)]
 
 
@@ -46,16 +46,6 @@ def softmax_product(p: Tensor, vector: Tensor, dim: int) -> Tensor:
 
 def joined(values: list[Tensor], parts: list[Part]) -> Tensor:
     return values[0] if len(values) == 1 else torch.cat(values, dim=len(parts[0]) - 1)
-
-
-def assembled(like: Tensor, parts: list[Part], compute: Callable[[Part], Tensor]) -> Tensor:
-    """A tensor in the shape of `like` from its parts."""
-    if len(parts) == 1 or is_transformed():  # under vmap, what is computed has one more dimension
-        return joined([compute(part) for part in parts], parts)
-    result = torch.empty_like(like)
-    for part in parts:
-        result[part] = compute(part)
-    return result
 
 
 def cross_entropy(
@@ -129,7 +119,7 @@ class _Labels:
     def subtract(self, gradient: Tensor, g: Tensor, part: Part) -> None:
         gradient.scatter_add_(self._dim, self._labels[part], -g * self._own[part])
         if self._spread is not None:
-            gradient.sub_(g * self._spread[part] * self._weights)
+            gradient.addcmul_(g * self._spread[part], self._weights, value=-1)
 
     def dot(self, u: Tensor, part: Part) -> Tensor:
         own = self._own[part] * u.gather(self._dim, self._labels[part])
@@ -178,24 +168,33 @@ class _Call:
         return sites.sum() / self.target.divisor if self._reduction == "mean" else sites.sum()
 
     def gradient(self, g: Tensor, logits: Tensor) -> Tensor:
-        g = self.per_site(g)
+        g, parts = self.per_site(g), parts_of(logits, self.dim)
         scale = g * self.target.total
-
-        def compute(part: Part) -> Tensor:
-            result = logits[part].softmax(self.dim) * scale[part]
-            self.target.subtract(result, g[part], part)
-            return result
-
-        return assembled(logits, parts_of(logits, self.dim), compute)
+        if is_transformed():  # under vmap nothing can be written into a tensor that is not batched
+            results = [logits[part].softmax(self.dim) * scale[part] for part in parts]
+            for part, result in zip(parts, results):
+                self.target.subtract(result, g[part], part)
+            return joined(results, parts)
+        gradient = torch.empty_like(logits)
+        for part in parts:
+            own = torch.softmax(logits[part], self.dim, out=gradient[part])
+            self.target.subtract(own.mul_(scale[part]), g[part], part)
+        return gradient
 
     def curvature(self, u: Tensor, g: Tensor, logits: Tensor) -> Tensor:
         """∂<u, c>/∂z"""
-        scale = self.per_site(g) * self.target.total
-
-        def compute(part: Part) -> Tensor:
-            return softmax_product(logits[part].softmax(self.dim), u[part], self.dim) * scale[part]
-
-        return assembled(logits, parts_of(logits, self.dim), compute)
+        scale, parts = self.per_site(g) * self.target.total, parts_of(logits, self.dim)
+        if is_transformed():
+            results = [softmax_product(logits[at].softmax(self.dim), u[at], self.dim) * scale[at] for at in parts]
+            return joined(results, parts)
+        image = torch.empty_like(logits)
+        memory = torch.empty_like(logits[parts[0]])
+        for part in parts:
+            p = torch.softmax(logits[part], self.dim, out=image[part])
+            difference = memory[tuple(slice(size) for size in p.shape)]
+            mean = torch.mul(p, u[part], out=difference).sum(self.dim, keepdim=True)
+            p.mul_(torch.sub(u[part], mean, out=difference)).mul_(scale[part])
+        return image
 
     def slope(self, u: Tensor, logits: Tensor) -> Tensor:
         """∂<u, c>/∂g"""
