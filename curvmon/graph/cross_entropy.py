@@ -113,7 +113,7 @@ class _Labels:
         self.divisor = scale.sum()
         self._own = scale * (1 - smoothing)
         self._weights = weights
-        self._spread = counted * (smoothing / weights.numel()) if smoothing else None
+        self._spread = counted.to(weights) * (smoothing / weights.numel()) if smoothing else None
         self.total = self._own if self._spread is None else self._own + self._spread * weights.sum()
 
     def subtract(self, gradient: Tensor, g: Tensor, part: Part) -> None:
