@@ -27,6 +27,7 @@ screenshots: demo
 bench: $(READY)
 	$(BIN)/python -m benchmarks.products
 	$(BIN)/python -m benchmarks.speed $(if $(DATA),--data $(DATA)) --write docs/speed-table.md
+	$(BIN)/python -m benchmarks.memory --write docs/memory-table.md
 
 # a whole measurement of the monitor, on the CPU and on a pretend accelerator; DATA=cifar10_subset.npz for real images
 bench-measurement: $(READY)
