@@ -6,7 +6,7 @@ import copy
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,9 +80,20 @@ def counted_calls(owner: Any, name: str) -> Iterator[list[int]]:
         yield count
 
 
-def counted_products() -> AbstractContextManager[list[int]]:
+@contextmanager
+def counted_products() -> Iterator[list[int]]:
     """Products with H alone; `Spectrum.hvps` also counts what the trace and the start are worth."""
-    return counted_calls(ParameterOperator, "hessian")
+    count = [0]
+
+    def wrap(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def counting(self: ParameterOperator, vectors: Tensor) -> Tensor:
+            count[0] += vectors.shape[1]
+            return original(self, vectors)
+
+        return counting
+
+    with replaced(ParameterOperator, "_columns", wrap):
+        yield count
 
 
 @contextmanager

@@ -86,7 +86,10 @@ def row_norms_squared(x: Tensor) -> Tensor:
     rows = x.flatten(1)
     whole = rows.shape[1] // FEW * FEW
     parts = [rows[:, :whole].reshape(len(rows), -1, FEW), rows[:, whole:].unsqueeze(1)]
-    return torch.stack([precise(torch.linalg.vector_norm(part, dim=2)).square().sum(1) for part in parts]).sum(0)
+    norms = [precise(torch.linalg.vector_norm(part, dim=2)) for part in parts if part.numel()]
+    if not norms:
+        return precise(rows.new_zeros(len(rows)))
+    return (norms[0] if len(norms) == 1 else torch.cat(norms, dim=1)).square().sum(1)
 
 
 def check_finite(products: Sequence[Tensor]) -> None:

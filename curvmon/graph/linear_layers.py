@@ -33,6 +33,10 @@ _LINEAR_LAYERS = """
 LINEAR_IN_THEIR_PARAMETERS = frozenset(getattr(nn, name) for name in _LINEAR_LAYERS.split())
 """these types only: a subclass may compute something else"""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORMALISATIONS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.InstanceNorm1d,
+    nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 MAX_ENTRIES = 2**23
 """most entries of per-sample gradients that are held at a time"""
 
@@ -66,6 +70,8 @@ class Layer:
 
     def squared_norms(self, gradient: Tensor, samples: int) -> Tensor:
         """‖d<s_i, out_i>/dθ‖² of every sample, from the gradient of Σ_i <s_i, out_i> w.r.t. f, whose rows they are."""
+        if isinstance(self._module, _NORMALISATIONS):
+            return self._of_normalisation(gradient, samples)
         x, g = (t.reshape(samples, len(t) // samples, *t.shape[1:]) for t in (self._x, gradient))
         largest = max(x[0].numel() * self._patch, g[0].numel(), sum(p.numel() for p in self._trained.values()))
         step = max(1, MAX_ENTRIES // largest)
@@ -105,16 +111,34 @@ class Layer:
         module = self._module
         return module.kernel_size[0] * module.kernel_size[1] if isinstance(module, nn.Conv2d) else 1
 
+    def _of_normalisation(self, gradient: Tensor, samples: int) -> Tensor:
+        """f = γ x̂ + β, entry by entry: the gradients are sums of g x̂ and of g."""
+        module, gradients = self._module, []
+        x = gradient
+        if "weight" in self._trained:
+            unit = {name: torch.full_like(p, float(name == "weight")) for name, p in module.named_parameters()}
+            x = gradient * functional_call(module, unit, (self._x,))
+        for name, parameter in self._trained.items():
+            each = (x if name == "weight" else gradient).reshape(samples, len(x) // samples, *x.shape[1:])
+            if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+                gradients.append(each.reshape(samples, -1, parameter.numel()).sum(1))
+            else:  # channels come after the samples
+                gradients.append(each.flatten(3).sum((1, 3)) if each.ndim > 3 else each.sum(1))
+        return row_norms_squared(gradients[0] if len(gradients) == 1 else torch.cat(gradients, dim=1))
+
     def _chunk(self, start: int, x: Tensor, g: Tensor) -> Tensor:
         module = self._module
         if isinstance(module, nn.Linear) and x.ndim > 2:
-            return self._outer(start, x.flatten(1, -2), g.flatten(1, -2))
+            return self._outer(start, lambda: x.flatten(1, -2), g.flatten(1, -2))
         if isinstance(module, nn.Conv2d) and x.ndim == 5 and _is_plain(module):
-            patches = F.unfold(
-                x.flatten(0, 1), module.kernel_size, module.dilation, _both(module.padding), module.stride
-            )
-            inputs = patches.reshape(*x.shape[:2], *patches.shape[1:]).transpose(2, 3).flatten(1, 2)
-            return self._outer(start, inputs, g.flatten(3).transpose(2, 3).flatten(1, 2))
+
+            def patches() -> Tensor:
+                columns = F.unfold(
+                    x.flatten(0, 1), module.kernel_size, module.dilation, _both(module.padding), module.stride
+                )
+                return columns.reshape(*x.shape[:2], *columns.shape[1:]).transpose(2, 3).flatten(1, 2)
+
+            return self._outer(start, patches, g.flatten(3).transpose(2, 3).flatten(1, 2))
         trained = {name: p.detach() for name, p in self._trained.items()}
 
         def pulled_back(one: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
@@ -124,17 +148,22 @@ class Layer:
         norms = [row_norms_squared(each) for each in vmap(pulled_back)(x, g).values()]
         return torch.stack(norms).sum(0)
 
-    def _outer(self, start: int, a: Tensor, g: Tensor) -> Tensor:
-        """‖Σ_t g_t a_t^T‖² of every sample, or the equal Σ_tu <a_t, a_u> <g_t, g_u> if it is cheaper; with the bias."""
+    def _outer(self, start: int, inputs: Callable[[], Tensor], g: Tensor) -> Tensor:
+        """‖Σ_t g_t a_t^T‖² of every sample, or the equal Σ_tu <a_t, a_u> <g_t, g_u> if it is cheaper; with the bias.
+
+        `inputs` computes the a_t, samples x positions x inputs.
+        """
         total = precise(g.new_zeros(len(g)))
         if "weight" in self._trained:
-            positions, inputs, outputs = a.shape[1], a.shape[2], g.shape[2]
-            if positions * (inputs + outputs) < inputs * outputs:
+            positions, outputs = g.shape[1:]
+            width = self._trained["weight"][0].numel()
+            if positions * (width + outputs) < width * outputs:
                 if start not in self._grams:  # the same for every cotangent
+                    a = inputs()
                     self._grams[start] = torch.bmm(a, a.mT)
                 total += (self._grams[start] * torch.bmm(g, g.mT)).sum((1, 2), dtype=total.dtype)
             else:
-                total += row_norms_squared(torch.bmm(g.mT, a))
+                total += row_norms_squared(torch.bmm(g.mT, inputs()))
         if "bias" in self._trained:
             total += row_norms_squared(g.sum(1))
         return total

@@ -21,6 +21,7 @@ from curvmon.monitor.probe_batch import Choice, ProbeBatch
 from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
 from curvmon.monitor.settings import Settings
 from curvmon.records import Measurement, Spectrum
+from curvmon.spectrum.spectrum import Findings
 
 MAX_START_ENTRIES = 2**24
 """largest start vector that goes to other ranks and into checkpoints: 64 MiB"""
@@ -52,6 +53,8 @@ class Request:
     """number of HVPs that the pairs took in the last full measurement"""
     start: Tensor | None = None
     """start vector of the eigenvalue search"""
+    findings: Findings | None = None
+    """what earlier measurements found out about the network"""
     on_product: OnProduct | None = None
 
     @property
@@ -111,6 +114,7 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
                     target.loss,
                     optimizer=target.optimizer,
                     start=request.start,
+                    findings=request.findings,
                     share=request.share,
                     on_product=request.on_product,
                 )
@@ -187,6 +191,7 @@ class MeasurementRunner:
         self.parts = frozenset(part for part, on in wanted.items() if on)
         self._attempt = attempt
         self._start: Tensor | None = None
+        self._findings: Findings = {}
         self._full_hvps: int | None = None
 
     def run(
@@ -211,7 +216,9 @@ class MeasurementRunner:
         """
         original, progress = self.probe.choice(), _Progress(self.parts)
         while True:
-            request = Request(self.settings, progress.parts, (), share, self._full_hvps, self._start, on_product)
+            request = Request(
+                self.settings, progress.parts, (), share, self._full_hvps, self._start, self._findings, on_product
+            )
             outcome = self._try(target, request, ranks, warn)
             failure = outcome.failure
             if failure is None or outcome.succeeded:

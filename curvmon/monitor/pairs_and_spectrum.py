@@ -21,15 +21,17 @@ from curvmon.monitor.fallbacks import is_out_of_memory
 from curvmon.monitor.settings import Settings
 from curvmon.pairs.measure import run_measurement
 from curvmon.records import Measurement, Spectrum
-from curvmon.spectrum.spectrum import spectrum
+from curvmon.spectrum.eigenvalue_search import Accuracy
+from curvmon.spectrum.spectrum import Findings, run_spectrum
+from curvmon.spectrum.trace import COARSE
 
 Loss = Callable[[Any, Any], Tensor]
 OnProduct = Callable[[int], None]
 """called with the number of HVPs that were just computed"""
 Result = TypeVar("Result")
-SPECTRUM_RTOL = 1e-2
-"""relative tolerance of each eigenvalue: finer than a curve in a dashboard can show"""
-MAX_SPECTRUM_HVPS = 120
+ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.05, by_gap=True)
+"""finer than a curve in a dashboard can show"""
+MAX_SPECTRUM_HVPS = 80
 """eigenvalues that have not converged by then are reported with a note"""
 
 
@@ -73,12 +75,13 @@ def measure_spectrum(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     start: Tensor | None = None,
+    findings: Findings | None = None,
     share: float = 1.0,
     on_product: OnProduct | None = None,
 ) -> tuple[Spectrum, Tensor]:
     """Extremal eigenvalues and trace over all batches; also the start vector of the next search, on the CPU.
 
-    A start vector that does not fit (layers were frozen or unfrozen) or has no direction is ignored.
+    `findings`: what earlier measurements found out about the network; is added to. A start vector that does not fit (layers were frozen or unfrozen) or has no direction is ignored.
     """
     if start is not None and len(start) != sum(p.numel() for p in model.parameters() if p.requires_grad):
         start = None
@@ -86,20 +89,24 @@ def measure_spectrum(
         start = None
 
     def search(parts: Sequence[Any]) -> Spectrum:
-        return spectrum(
+        return run_spectrum(
             model,
-            parts[0],
-            more_batches=parts[1:],
+            parts,
             loss=loss,
             k=settings.eigenvalues,
+            ggn=share >= 1,
+            trace=share >= 1,
+            density=False,
             start=start,
             seed=settings.seed,
             optimizer=optimizer,
-            rtol=SPECTRUM_RTOL,
+            groups=None,
+            accuracy=ACCURACY,
             max_hvps=max(settings.eigenvalues + 5, round(share * MAX_SPECTRUM_HVPS)),
             verify=False,
-            ggn=share >= 1,
-            trace=share >= 1,
+            smallest=True,
+            effort=COARSE,
+            layerwise={} if findings is None else findings,
             on_product=on_product,
         )
 
@@ -107,7 +114,7 @@ def measure_spectrum(
     if share < 1:
         result = replace(result, notes=(*result.notes, "trace and Gauss-Newton eigenvalue skipped to save time"))
     # on the CPU: until the next measurement, training needs the memory of the device
-    return result.without_vectors(), result.start_vectors().cpu()
+    return result.without_vectors(), result.start_vector().cpu()
 
 
 def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:

@@ -153,20 +153,20 @@ class PairEstimator:
         pairs = self._pairs()
         while True:
             basis = SharedBasis(self._images, {v: self._images.size(v) for v in self._nodes})
-            found = basis.spectral_norms(pairs)
+            ritz_values = basis.spectral_norms(pairs)
             wanted: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
             # there is no estimate of the rest yet: assume that it is as large as the norm
-            biases = [norm.largest_bias() for norm in found.norms]
-            for i, ((v, w), norm, bias) in enumerate(zip(pairs, found.norms, biases)):
+            biases = [norm.largest_bias() for norm in ritz_values.norms]
+            for i, ((v, w), norm, bias) in enumerate(zip(pairs, ritz_values.norms, biases)):
                 if bias <= self._rtol / 2:
                     continue
                 at = norm.least_converged()
                 ritz = norm.ritz[at]
                 # otherwise this side is in the basis already, up to rounding
                 if ritz.row > 1e-3 * ritz.outside:
-                    wanted[v].append((w, found.rows[i, at] * (bias / math.sqrt(ritz.row))))
+                    wanted[v].append((w, ritz_values.rows[i, at] * (bias / math.sqrt(ritz.row))))
                 if v != w and ritz.col > 1e-3 * ritz.outside:
-                    wanted[w].append((v, found.cols[i, at] * (bias / math.sqrt(ritz.col))))
+                    wanted[w].append((v, ritz_values.cols[i, at] * (bias / math.sqrt(ritz.col))))
             affordable = max(0, (self._basis_budget() - self._spent) // self._hvps_per_column)
             leading = {v: basis.leading_residual(v, parts) for v, parts in list(wanted.items())[:affordable]}
             chosen = {v: combination for v, (combination, size) in leading.items() if size > 1e-3 * max(biases)}

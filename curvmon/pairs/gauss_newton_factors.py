@@ -228,15 +228,13 @@ class Factors:
 
 
 class OutsideFactors:
-    """‖P_v GN[v, w] P_w‖_F² from the Gram matrices of P_v F_v, with errors for a sketch of `columns` vectors per sample."""
+    """‖P_v GN[v, w] P_w‖_F² from the Gram matrices of P_v F_v, with errors for a sketch."""
 
     def __init__(self, grams: Mapping[int, Tensor], weights: Tensor, columns: int) -> None:
+        """`columns`: vectors per sample of the sketch; 0 if there is none, and so no error."""
         self._columns = columns
-        """0 without an error"""
         nodes = sorted(grams)
-        self._pairs = {
-            pair: i for i, pair in enumerate(itertools.combinations_with_replacement(nodes, 2))
-        }
+        self._pairs = {pair: i for i, pair in enumerate(itertools.combinations_with_replacement(nodes, 2))}
         # the contribution of every unit
         self._influences = torch.stack([(weights * grams[v] * grams[w]).sum(1) for v, w in self._pairs])
         self._norms: list[float] = self._influences.sum(1).tolist()
@@ -278,12 +276,12 @@ def build(
     grams: dict[int, Tensor] = {}
     coefficients: dict[int, Tensor] = {}
     for group in groups:
-        found = _factor_rows(graph, group, source, batch_dim)
-        read = to_host([x for v, rows in found.items() for x in (rows.gram(), rows @ probes[v].reshape(-1))])
-        grams.update(zip(found, whole_grams(read[::2])))
-        coefficients.update(zip(found, read[1::2]))
+        factor_rows = _factor_rows(graph, group, source, batch_dim)
+        read = to_host([x for v, rows in factor_rows.items() for x in (rows.gram(), rows @ probes[v].reshape(-1))])
+        grams.update(zip(factor_rows, whole_grams(read[::2])))
+        coefficients.update(zip(factor_rows, read[1::2]))
         if len(groups) == 1:
-            kept = found
+            kept = factor_rows
     factors = Factors(
         [kept[v] for v in nodes] if kept else None, [grams[v] for v in nodes], source.signs, source.columns
     )

@@ -7,8 +7,8 @@ terms exactly, and the spectral norm of A without its rest. The rest is estimate
 (Meyer et al. 2021), for Frobenius norms. It is projected on both sides, and therefore small where the bases hold the
 leading directions.
 
-Cost: k HVPs at node w for a basis of k vectors. They serve the pairs of w with all nodes. Everything here is computed on
-the host, from inner products, for all pairs at once.
+Cost: k HVPs at node w for a basis of k vectors. They serve the pairs of w with all nodes. Everything here is computed
+on the host, from inner products, for all pairs at once.
 """
 
 from __future__ import annotations
@@ -167,10 +167,12 @@ class SharedBasis:
             norms.append(SpectralNorm(size, [] if is_exact else ritz))
         # P_v x = P_v A Q_w y / s for the part y of the right singular vector that is in Q_w, and likewise P_w y
         divisor = (s.unsqueeze(2) * scale).clamp_min(_TINY)
-        return RitzValues(norms, right[:, :, :k] @ self._root[cols] / divisor, left[:, :, :k] @ self._root[rows] / divisor)
+        row_residuals = right[:, :, :k] @ self._root[cols] / divisor
+        col_residuals = left[:, :, :k] @ self._root[rows] / divisor
+        return RitzValues(norms, row_residuals, col_residuals)
 
     def leading_residual(self, v: int, residuals: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, float]:
-        """The leading left singular vector of residuals P_v A Q_w c, as coefficients of all columns at v, and its value.
+        """The leading left singular vector of residuals P_v A Q_w c, as coefficients of all columns at v, and its size.
 
         Every residual is given as (w, c).
         """

@@ -142,8 +142,12 @@ class Spectrum:
     phi_stderr: float = math.nan
 
     def start_vectors(self) -> Tensor:
-        """Warm start for a later search: the eigenvectors of both ends, (d, k + 1)."""
+        """Warm start for a search at the same weights: the eigenvectors of both ends, (d, k + 1)."""
         return torch.cat([self.eigenvectors, self.smallest_eigenvector.unsqueeze(1)], dim=1)
+
+    def start_vector(self) -> Tensor:
+        """Warm start for a search at other weights: their sum, (d,)."""
+        return self.eigenvectors.sum(1) + self.smallest_eigenvector
 
     def without_vectors(self) -> Spectrum:
         """A copy without the eigenvectors, which take k times the memory of the parameters."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from curvmon.numerics import gaussian, norm, small_sample_factor
@@ -212,7 +213,7 @@ class EigenvalueSearch:
             weights.append(ritz.coefficients[0].square() / DENSITY_RUNS)
         return Density(torch.cat(values), torch.cat(weights))
 
-    def deflated_trace(self, space: KrylovSpace) -> tuple[float, float]:
+    def deflated_trace(self, space: KrylovSpace, probes: int = TRACE_PROBES) -> tuple[float, float]:
         """tr H = tr Q^T H Q + d E u^T H u and its standard error; one product per probe.
 
         Q is the basis of the Krylov space, u a random unit vector in its complement of dimension d: Girard's (1989)
@@ -223,18 +224,12 @@ class EigenvalueSearch:
         dimensions = self._operator.size - len(space.basis)
         if dimensions == 0:
             return projected, 10 * eps * size
-        probes: list[Tensor] = []
-        samples = []
-        for _ in range(min(TRACE_PROBES, dimensions)):
-            probe = space.orthogonalised(self._random()).squeeze(0)
-            # orthogonal to each other: sampling without replacement. In many dimensions they are almost so anyway
-            for earlier in [*probes, *probes]:
-                probe = probe - earlier.dot(probe) * earlier
-            probe = probe / torch.linalg.vector_norm(probe)
-            samples.append(probe.dot(self._operator.matvec(probe)).item())
-            if dimensions <= FEW_DIMENSIONS:
-                probes.append(probe)
-        values = torch.tensor(samples, dtype=torch.float64, device="cpu")
+        count = min(probes, dimensions)
+        vectors = space.orthogonalised(torch.cat([self._random() for _ in range(count)]))
+        # orthogonal to each other: sampling without replacement. In many dimensions they are almost so anyway
+        vectors = torch.linalg.qr(vectors.T).Q if dimensions <= FEW_DIMENSIONS else F.normalize(vectors).T
+        samples = (vectors * self._operator.matmat(vectors)).sum(0)
+        values = samples.cpu().double()
         total = projected + dimensions * values.mean().item()
         rounding = 10 * eps * (size + dimensions * values.abs().mean().item())
         if len(values) == dimensions:

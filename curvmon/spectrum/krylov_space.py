@@ -109,13 +109,13 @@ class KrylovSpace:
 
     Attributes:
         basis: Q.
-        front: F, its columns as rows; at the beginning the starting vectors.
+        front: F, its columns as rows; at first the starting vectors.
         projected: T, float64 on the CPU.
         products: so far.
     """
 
     def __init__(self, products: Products, starts: Tensor, *, locked: Sequence[Tensor] = ()) -> None:
-        """`starts`: the starting vectors as rows, of any length; what depends on the others is left out."""
+        """`starts`: the starting vectors as rows, of any length; what depends on the others is dropped."""
         self._products = products
         self._locked = Vectors(starts.shape[1])
         for vector in locked:
@@ -224,7 +224,7 @@ class KrylovSpace:
 def _orthonormal(rows: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Orthonormal rows B with the same span, and X such that rows = X B; `gram` is rows rows^T, on the host.
 
-    Rows of rounding size (for rows that were of unit length once) and what depends on other rows are left out.
+    Rows of rounding size (for rows that were of unit length once) and what depends on other rows are dropped.
     """
     shares = torch.eye(len(rows), dtype=torch.float64, device="cpu")
     eps = torch.finfo(rows.dtype).eps

@@ -21,6 +21,11 @@ from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagon
 from curvmon.spectrum.stability_limit import stability_limit
 from curvmon.spectrum.trace import FULL, Effort, LayerwiseError, TraceAndStart, layerwise_trace
 
+Findings = dict[tuple[str, ...], str]
+"""by the names of the parameters: whether the trace by layers works, or a note that says why not"""
+WORKS = "works"
+SAME_WEIGHTS = 1e-5
+"""relative difference of losses and of gradients up to which two searches are at the same weights"""
 SYMMETRIC = 1e-3
 """relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
 
@@ -122,6 +127,7 @@ def spectrum(
         verify=verify,
         smallest=smallest,
         effort=FULL,
+        layerwise={},
         on_product=on_product,
     )
 
@@ -144,9 +150,10 @@ def run_spectrum(
     verify: bool,
     smallest: bool,
     effort: Effort,
+    layerwise: Findings,
     on_product: Callable[[int], None] | None,
 ) -> Spectrum:
-    """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be."""
+    """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be, and keeps `layerwise`."""
     began = time.perf_counter()
     notes: list[str] = []
     with open_parameters(model, batches, loss=loss, on_product=on_product) as operator:
@@ -158,16 +165,14 @@ def run_spectrum(
         estimate: TraceAndStart | None = None
         # with few parameters, the probes of `deflated_trace` may span all directions
         if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
-            try:
-                estimate = layerwise_trace(operator, generator, k if start is None else 0, effort)
-            except LayerwiseError as error:
-                notes.append(f"trace by probes of the whole Hessian, so with a larger error: {error}")
-        space = search.krylov_space(_starts(operator, search, start, None if estimate is None else estimate.start))
+            estimate = _layerwise(operator, generator, k if start is None else 0, effort, layerwise, notes)
+        vector = None if estimate is None else estimate.start
+        space = search.krylov_space(_starts(operator, gradient_norm, search, start, vector))
         total = total_stderr = math.nan
         if estimate is not None:
             total, total_stderr = estimate.value, estimate.stderr
         elif trace:
-            total, total_stderr = search.deflated_trace(space)
+            total, total_stderr = search.deflated_trace(space, effort.probes)
         if space.asymmetry > SYMMETRIC:
             notes.append(
                 f"suspect: Hessian-vector products are not symmetric (by {space.asymmetry:.2g} of the norm of H): some "
@@ -269,8 +274,35 @@ def _compare_with_limit(
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
 
+def _layerwise(
+    operator: ParameterOperator,
+    generator: torch.Generator,
+    k: int,
+    effort: Effort,
+    findings: Findings,
+    notes: list[str],
+) -> TraceAndStart | None:
+    """The trace by layers where that works; what was found out about the network is kept in `findings`."""
+    key = operator.names
+    found = findings.get(key)
+    estimate: TraceAndStart | None = None
+    if found is None or found == WORKS:
+        try:
+            estimate = layerwise_trace(operator, generator, k, effort, found == WORKS)
+            found = "" if estimate is None else WORKS
+        except LayerwiseError as error:
+            found = f"trace by probes of the whole Hessian, so with a larger error: {error}"
+    findings[key] = found
+    notes.extend([found] if found not in ("", WORKS) else [])
+    return estimate
+
+
 def _starts(
-    operator: ParameterOperator, search: EigenvalueSearch, start: Spectrum | Tensor | None, estimate: Tensor | None
+    operator: ParameterOperator,
+    gradient_norm: float,
+    search: EigenvalueSearch,
+    start: Spectrum | Tensor | None,
+    estimate: Tensor | None,
 ) -> Tensor | None:
     """The starting vectors of the search, as rows."""
     if start is None:
@@ -289,4 +321,10 @@ def _starts(
         raise InputError("start= has no eigenvectors (dropped by without_vectors or to_dict); omit it")
     if start.parameters != operator.names or len(start.eigenvectors) != operator.size:
         raise InputError("start= is the spectrum of another model, or of other parameters; omit it")
-    return start.start_vectors().to(operator.template).T
+    same = all(
+        math.isclose(before, now, rel_tol=SAME_WEIGHTS)
+        for before, now in ((start.loss, operator.loss), (start.gradient_norm, gradient_norm))
+    )
+    # elsewhere, the Krylov space of the sum takes fewer products than a block: docs/spectrum-cost.md
+    vectors = start.start_vectors().T if same else start.start_vector().unsqueeze(0)
+    return vectors.to(operator.template)

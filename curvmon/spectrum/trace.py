@@ -82,15 +82,18 @@ class Effort(NamedTuple):
             random signs, `draws` times. None: all, exactly.
         draws: random combinations of columns, where not all are taken one by one.
         probes: random products for the trace of T.
+        by_samples: only where every sample has its own gradient in every layer. Elsewhere, random probes of the whole
+            Hessian have a smaller error at the same cost.
     """
 
     columns: int | None
     draws: int
     probes: int
+    by_samples: bool
 
 
-FULL = Effort(None, 10, 10)
-COARSE = Effort(3, 2, 4)
+FULL = Effort(None, 10, 10, by_samples=False)
+COARSE = Effort(3, 2, 4, by_samples=True)
 """for curves in a dashboard: a standard error of a few percent"""
 MIN_SKETCHES = 4
 """draws where no column can be taken by itself"""
@@ -130,18 +133,20 @@ class LayerwiseError(Exception):
 
 
 def layerwise_trace(
-    operator: ParameterOperator, generator: torch.Generator, k: int, effort: Effort = FULL
+    operator: ParameterOperator, generator: torch.Generator, k: int, effort: Effort = FULL, checked: bool = False
 ) -> TraceAndStart | None:
     """tr H, and the sum of the k leading eigenvectors of Gauss-Newton as a starting vector (`k` 0: none).
 
-    The operator counts the products. None if the curvature of the loss has no known factor.
+    The operator counts the products. None if the curvature of the loss has no known factor. `checked`: an earlier call
+    found that samples do not interact in any layer of this network and that the layers make it up.
 
     Raises:
         LayerwiseError: if the layers cannot be run one by one, or do not make up the network.
     """
     check = LayerCheck(operator)
+    graphs = operator.layered() if checked else check.graphs()
     try:
-        estimate = trace_of_parts(check.graphs(), generator, k > 0, effort)
+        estimate = trace_of_parts(graphs, generator, k > 0, effort, checked)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError) as error:
@@ -152,7 +157,7 @@ def layerwise_trace(
     if estimate is None:
         return None
     operator.spend(estimate.products)
-    if not check.passed():
+    if not (checked or check.passed()):
         raise LayerwiseError(
             "the layers do not make up the network (a parameter is used outside its layer, or the model computes "
             "something else in every forward pass)"
@@ -169,6 +174,7 @@ def trace_of_parts(
     generator: torch.Generator,
     sketched: bool = False,
     effort: Effort = FULL,
+    checked: bool = False,
 ) -> TraceEstimate | None:
     """tr H of a weighted sum of losses. `sketched`: also sketches of the gradients, if all losses have them."""
     seed = int(torch.randint(2**62, (), generator=generator, device="cpu").item()) if sketched else None
@@ -176,7 +182,7 @@ def trace_of_parts(
     products = 0
     sketches: GradientSketches | None = None
     for number, (weight, layered) in enumerate(graphs):
-        ggn = gauss_newton_trace(layered, generator, weight, seed, effort)
+        ggn = gauss_newton_trace(layered, generator, weight, seed, effort, checked)
         if ggn is None:
             return None
         remainder = remainder_trace(layered, generator, effort.probes)
@@ -194,14 +200,16 @@ def gauss_newton_trace(
     weight: float = 1.0,
     sketch_seed: int | None = None,
     effort: Effort = FULL,
+    checked: bool = False,
 ) -> TraceEstimate | None:
     """tr GGN of one loss; `weight` scales the sketches alone.
 
-    None if the curvature of the loss has no known factor, or is indefinite where samples interact.
+    None if the curvature of the loss has no known factor, or is indefinite where samples interact. `checked`: samples
+    do not interact.
     """
     graph = layered.graph
     layout = Layout(graph.outputs, layered.samples, 0)
-    if not layout.fits:
+    if not layout.fits or (effort.by_samples and (layered.rest or layout.width > MAX_COLUMNS)):
         return None
     slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
 
@@ -210,17 +218,18 @@ def gauss_newton_trace(
 
     factor = dense_factor(layout, loss_curvature, graph.outputs[0].detach()) if layout.width <= MAX_COLUMNS else None
     if factor is not None:
-        separable = _separable_layers(layered, layout, layout.tensors(_combined(factor.columns)))
-        if len(separable) == len(layered.layers) and not layered.rest:
+        if not checked:
+            separable = _separable_layers(layered, layout, layout.tensors(_combined(factor.columns)))
+        if checked or (len(separable) == len(layered.layers) and not layered.rest):
             return _by_columns(layered, layout, factor, generator, weight, sketch_seed, effort)
-        if (factor.signs < 0).any():
+        if effort.by_samples or (factor.signs < 0).any():
             return None
 
         def draw() -> list[Tensor]:
             return layout.tensors(_with_random_signs(factor.columns, generator))
 
     else:
-        root = sketch(layout, graph.outputs, loss_curvature)
+        root = None if effort.by_samples else sketch(layout, graph.outputs, loss_curvature)
         if root is None:
             return None
         separable = _separable_layers(layered, layout, root.draw(generator))

@@ -10,6 +10,7 @@ from curvmon import Alert, AlertRules, Measurement, Spectrum
 from curvmon.alerts.rules import RuleChecker
 from curvmon.errors import InputError
 from curvmon.records import Snapshot
+from tests.helpers.synthetic_records import synthetic_spectrum
 
 NODES = ("a", "b", "c")
 
@@ -25,11 +26,7 @@ def measurement(coupling: float = 0.5, rank: float = 3.0, gap: float = 0.1, erro
 
 def spectrum(ratio: float = 0.5, smallest: float = -0.1, loss: float = 1.0) -> Spectrum:
     one = torch.ones(1, dtype=torch.float64)
-    return Spectrum(
-        eigenvalues=one, smallest=smallest, residuals=0 * one, converged=one.bool(), smallest_converged=True,
-        eigenvectors=torch.zeros(0, 0), ggn_eigenvalue=1.0, ggn_error=0.0, trace=1.0, trace_stderr=0.0, density=None,
-        stability_limit=1.0, stability_ratio=ratio, parameters=(), loss=loss, hvps=1, seconds=0.0,
-    )  # fmt: skip
+    return synthetic_spectrum(one, smallest=smallest, stability_limit=1.0, stability_ratio=ratio, loss=loss)
 
 
 def kinds_raised(rules: AlertRules, *snapshots: Snapshot) -> list[list[str]]:

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,26 +88,26 @@ class Lit(pl.LightningModule):
 def counted() -> Iterator[dict[str, int]]:
     """Products and searches for eigenvalues that this process did itself."""
     work = {"columns": 0, "remainders": 0, "searches": 0}
-    originals = GraphOperator.columns, GraphOperator.remainders, runner_module.measure_spectrum
+    originals = GraphOperator.columns_of, GraphOperator.remainders_of, runner_module.measure_spectrum
 
-    def columns(self: Any, w: int, z: Tensor) -> Any:
-        work["columns"] += z.shape[1]
-        return originals[0](self, w, z)
+    def columns(self: Any, requests: Mapping[int, Tensor]) -> Any:
+        work["columns"] += sum(z.shape[1] for z in requests.values())
+        return originals[0](self, requests)
 
-    def remainders(self: Any, w: int, z: Tensor) -> Any:
-        work["remainders"] += z.shape[1]
-        return originals[1](self, w, z)
+    def remainders(self: Any, requests: Mapping[int, Tensor]) -> Any:
+        work["remainders"] += sum(z.shape[1] for z in requests.values())
+        return originals[1](self, requests)
 
     def spectrum(*args: Any, **kwargs: Any) -> Any:
         work["searches"] += 1
         return originals[2](*args, **kwargs)
 
-    GraphOperator.columns, GraphOperator.remainders = columns, remainders  # type: ignore[method-assign, assignment]
+    GraphOperator.columns_of, GraphOperator.remainders_of = columns, remainders  # type: ignore[method-assign, assignment]
     runner_module.measure_spectrum = spectrum
     try:
         yield work
     finally:
-        GraphOperator.columns, GraphOperator.remainders, runner_module.measure_spectrum = originals  # type: ignore[method-assign]
+        GraphOperator.columns_of, GraphOperator.remainders_of, runner_module.measure_spectrum = originals  # type: ignore[method-assign]
 
 
 class World:
@@ -209,19 +209,19 @@ def failing(kind: str, where: list[int], error: Exception, **options: Any) -> Ca
 
 def failing_product(world: World) -> dict[str, Any]:
     """The graph is there; one product of the first process fails, while the second searches for eigenvalues."""
-    original = GraphOperator.remainders
+    original = GraphOperator.remainders_of
     monitor = CurvatureMonitor(initial=False, eigenvalues=2)
 
-    def remainders(self: Any, w: int, z: Tensor) -> Any:
+    def remainders(self: Any, requests: Mapping[int, Tensor]) -> Any:
         if monitor._validations == 1 and world.rank == 0:
             raise RuntimeError("a broken product")
-        return original(self, w, z)
+        return original(self, requests)
 
-    GraphOperator.remainders = remainders  # type: ignore[method-assign]
+    GraphOperator.remainders_of = remainders  # type: ignore[method-assign]
     try:
         return world.fit(Lit(), monitor, epochs=2)
     finally:
-        GraphOperator.remainders = original  # type: ignore[method-assign]
+        GraphOperator.remainders_of = original  # type: ignore[method-assign]
 
 
 def unprepared(rank: int) -> Callable[[World], dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,33 @@ def synthetic_measurement(n: int, names: list[str] | None = None, **matrices: Te
     )
 
 
+def synthetic_spectrum(eigenvalues: Tensor, **values: Any) -> Spectrum:
+    """Converged, with a trace of 10 and without a stability limit; `values` replace other fields."""
+    fields: dict[str, Any] = {
+        "smallest": -0.4,
+        "residuals": torch.zeros_like(eigenvalues),
+        "converged": torch.ones(len(eigenvalues), dtype=torch.bool),
+        "smallest_residual": 0.0,
+        "smallest_converged": True,
+        "eigenvectors": torch.zeros(0, 0),
+        "smallest_eigenvector": torch.zeros(0),
+        "ggn_eigenvalue": 0.9 * eigenvalues[0].item(),
+        "ggn_error": 0.1,
+        "trace": 10.0,
+        "trace_stderr": 0.1,
+        "density": None,
+        "stability_limit": math.nan,
+        "stability_ratio": math.nan,
+        "parameters": ("weight",),
+        "loss": 1.0,
+        "gradient_norm": 1.0,
+        "hvps": 1,
+        "seconds": 0.1,
+        **values,
+    }
+    return Spectrum(eigenvalues, **fields)
+
+
 def synthetic_spectra(
     steps: int, rise: float = 1.0, count: int = 5, ratio: float = 0.5, ggn: float = 0.9
 ) -> list[Snapshot]:
@@ -44,24 +72,6 @@ def synthetic_spectra(
     snapshots = []
     for i in range(steps):
         values = 5 * rise**i / torch.arange(1, count + 1, dtype=torch.float64)
-        spectrum = Spectrum(
-            eigenvalues=values,
-            smallest=-0.4,
-            residuals=torch.zeros(count),
-            converged=torch.ones(count, dtype=torch.bool),
-            smallest_converged=True,
-            eigenvectors=torch.zeros(3, 0),
-            ggn_eigenvalue=ggn * values[0].item(),
-            ggn_error=0.1,
-            trace=10.0,
-            trace_stderr=0.1,
-            density=None,
-            stability_limit=math.nan,
-            stability_ratio=ratio,
-            parameters=("weight",),
-            loss=1.0,
-            hvps=1,
-            seconds=0.1,
-        )
+        spectrum = synthetic_spectrum(values, ggn_eigenvalue=ggn * values[0].item(), stability_ratio=ratio)
         snapshots.append(Snapshot(step=100 * i, epoch=i, spectrum=spectrum))
     return snapshots

@@ -165,7 +165,7 @@ def test_the_spectral_norm_is_that_of_the_captured_part() -> None:
     for i, (v, w) in enumerate(PAIRS):
         A = operator.block(0, v, w)
         captured = A - outside(images, w, outside(images, v, A).T).T
-        u, s, vh = torch.linalg.svd(captured)
+        u, s, _ = torch.linalg.svd(captured)
         assert found.norms[i].norm == pytest.approx(s[0].item(), rel=1e-7)
         assert found.norms[i].ritz[1].value == pytest.approx((s[1] / s[0]).item(), rel=1e-6)
         assert found.norms[i].ritz[0].row == pytest.approx(outside(images, v, u[:, 0]).square().sum().item(), rel=1e-5)

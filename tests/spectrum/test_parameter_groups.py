@@ -139,7 +139,7 @@ def test_several_batches_agree_with_one() -> None:
 
 def test_one_graph_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of one batch: a graph is freed before the next is built."""
-    original = parameters._BatchGraph
+    original = parameters.BatchGraph
     most: list[int] = []
     live: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -149,7 +149,7 @@ def test_one_graph_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             most.append(len(live))
             super().__init__(*args)
 
-    monkeypatch.setattr(parameters, "_BatchGraph", Tracked)
+    monkeypatch.setattr(parameters, "BatchGraph", Tracked)
     model, batch = make("mlp")
     curvmon.spectrum(model, batch, loss=LOSSES["mse"], more_batches=[batch, batch], k=1, trace=False, ggn=False)
     assert max(most) <= 2  # the new one, and the one that it replaces

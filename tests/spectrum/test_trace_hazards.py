@@ -123,24 +123,6 @@ def test_ggn_of_a_loss_of_a_loss() -> None:
     assert result.ggn_eigenvalue == pytest.approx(torch.linalg.eigvalsh(j.T @ s @ j)[-1].item(), rel=1e-3)
 
 
-@pytest.mark.parametrize(("loss", "expected"), [(mse, True), (gradient_penalty, False)])
-def test_layer_check(loss: Loss, expected: bool) -> None:
-    torch.manual_seed(0)
-    batch = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 1)
-    with open_parameters(mlp(1), [batch], loss=loss) as operator:
-        check = LayerCheck(operator)
-        assert not check.passed()  # no graph so far
-        ((_, layered),) = check.graphs()
-        assert len(layered.layers) == 2 and check.passed() == expected
-
-
-def test_note_if_layers_do_not_make_up_the_network() -> None:
-    torch.manual_seed(0)
-    batch = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 1)
-    result = curvmon.spectrum(mlp(1), batch, loss=gradient_penalty, k=1)
-    assert any("the layers do not make up the network" in note for note in result.notes)
-
-
 class Counting(nn.Module):
     """Computes another function in every forward pass."""
 
@@ -153,6 +135,32 @@ class Counting(nn.Module):
         self.passes += 1
         out: Tensor = self.inner(self.passes * x)
         return out
+
+
+@pytest.mark.parametrize(("model", "expected"), [(lambda: mlp(3), True), (Counting, False)])
+def test_layer_check(model: Callable[[], nn.Module], expected: bool) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 3)
+    with open_parameters(model(), [batch], loss=mse) as operator:
+        check = LayerCheck(operator)
+        assert not check.passed()  # no graph so far
+        ((_, layered),) = check.graphs()
+        assert len(layered.layers) == 2 and check.passed() == expected
+
+
+def test_note_if_layers_do_not_make_up_the_network() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 3)
+    result = curvmon.spectrum(Counting(), batch, loss=mse, k=1)
+    assert any("the layers do not make up the network" in note for note in result.notes)
+
+
+def test_weights_that_are_used_again_in_a_backward_pass() -> None:
+    torch.manual_seed(0)
+    model, batch = mlp(1), (torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 1))
+    true = dense(model, batch, gradient_penalty).trace().item()
+    result = curvmon.spectrum(model, batch, loss=gradient_penalty, k=1)
+    assert result.trace_stderr > 0 and abs(result.trace - true) < 4 * result.trace_stderr
 
 
 def test_stateful_model() -> None:

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import curvmon
+import curvmon.monitor.measurement as runner_module
 from curvmon import CurvatureMonitor, InputError, NodeError
+from curvmon.monitor.pairs_and_spectrum import measure_spectrum
 from tests.helpers.lightning_runs import QUIET, assert_same, doctored, first_rows, run, seeded, trained
 from tests.helpers.module_zoo import (
     BATCH,
@@ -457,15 +459,23 @@ def test_checkpoint_holds_plain_values_only(tmp_path: Path) -> None:
     assert kinds(monitor.state_dict()) <= {dict, list, str, int, float, bool, type(None), Tensor}
 
 
-def test_resumed_search_starts_from_the_vector_of_the_checkpoint(tmp_path: Path) -> None:
-    path, products = tmp_path / "a.ckpt", []
+def test_resumed_search_starts_from_the_vector_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, starts = tmp_path / "a.ckpt", []
+
+    def recorded(*args: Any, start: Tensor | None, **options: Any) -> Any:
+        starts.append(start)
+        return measure_spectrum(*args, start=start, **options)
+
     run(CurvatureMonitor(metrics=[]), epochs=3, save=path)
-    for checkpoint in (path, doctored(path, start=None)):
-        monitor = CurvatureMonitor(metrics=[])
-        assert not run(monitor, epochs=4, ckpt=checkpoint)
-        assert len(monitor.spectra) == 5
-        products.append(monitor.spectra[-1].hvps)
-    assert products[0] < products[1]
+    monkeypatch.setattr(runner_module, "measure_spectrum", recorded)
+    monitor = CurvatureMonitor(metrics=[])
+    assert not run(monitor, epochs=4, ckpt=path)
+    assert len(monitor.spectra) == 5
+    (start,) = starts
+    saved = torch.load(path, weights_only=True)["callbacks"]["CurvatureMonitor"]["start"]
+    assert torch.equal(start, saved) and not torch.equal(start, monitor.state_dict()["start"])
 
 
 def test_resumed_run_continues_its_budget(tmp_path: Path) -> None:

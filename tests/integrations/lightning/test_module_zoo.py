@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 import curvmon
 from curvmon import CurvatureMonitor, CurvmonError
+from curvmon.monitor.pairs_and_spectrum import measure_pairs
+from curvmon.monitor.settings import Settings
 from tests.helpers.lightning_runs import QUIET, assert_same, trained
 from tests.helpers.module_zoo import (
     BATCH,
@@ -48,6 +50,11 @@ QUICK = [name for name in MEASURED if name not in LANGUAGE_MODELS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MEASURED if name in LANGUAGE_MODELS]
 
 
+def measured_by_hand(module: pl.LightningModule, case: Case) -> curvmon.Measurement:
+    """With the bases of a monitor, which are smaller than those of `curvmon.measure`."""
+    return measure_pairs(Settings(nodes=case.options.get("nodes")), module, [case.probe_batch()], case.loss)
+
+
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_matches_measure_called_by_hand(name: str) -> None:
     """The last measurement is of the final weights, on the first validation samples, with the loss of the step."""
@@ -57,7 +64,7 @@ def test_matches_measure_called_by_hand(name: str) -> None:
     said = trained(module, monitor, case.loaders())
     assert len(said) == len(case.warns) and all(text in line for text, line in zip(case.warns, said)), said
     assert len(monitor.history) == len(monitor.spectra) == 1 + case.initial
-    wanted = curvmon.measure(module, case.probe_batch(), loss=case.loss, nodes=case.options.get("nodes"))
+    wanted = measured_by_hand(module, case)
     assert_same(monitor.history[-1], wanted)
     for found in monitor.history:
         assert_defined(found, case)
@@ -72,7 +79,7 @@ def test_first_measurement_is_of_the_weights_before_the_first_step(name: str) ->
     case = MEASURED[name]
     torch.manual_seed(0)
     module, monitor = case.module(), CurvatureMonitor()
-    wanted = curvmon.measure(module, case.probe_batch(), loss=case.loss)
+    wanted = measured_by_hand(module, case)
     trained(module, monitor, case.loaders())
     assert_same(monitor.history[0], wanted)
     assert not torch.equal(monitor.history[0].resonance, monitor.history[1].resonance)
