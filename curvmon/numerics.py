@@ -68,9 +68,9 @@ def norm(x: Tensor) -> float:
 def precise_norm(x: Tensor) -> Tensor:
     """‖x‖ in double precision throughout."""
     # on a CPU torch converts all of x before it adds
-    parts = torch.split(x.reshape(-1), CONVERTED) if x.device.type == "cpu" else (x,)
-    norms = [torch.linalg.vector_norm(part, dtype=precise_dtype(x)) for part in parts]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    few = torch.split(x.reshape(-1), CONVERTED) if x.device.type == "cpu" else (x,)
+    norms: list[Tensor] = [torch.linalg.vector_norm(part, dtype=precise_dtype(x)) for part in few]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
 
 
 def norm_squared(x: Tensor) -> float:

@@ -92,8 +92,11 @@ class _Target(Protocol):
         divisor: of a mean.
     """
 
-    total: Tensor
-    divisor: Tensor | int
+    @property
+    def total(self) -> Tensor: ...
+
+    @property
+    def divisor(self) -> Tensor | int: ...
 
     def subtract(self, gradient: Tensor, g: Tensor, part: Part) -> None:
         """Subtract g t from a part, in place."""
@@ -230,7 +233,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.replaced_node = "LogSoftmaxBackward0 NllLossBackward0"
         if len(parts) == 1:
             return values[0]
-        return ctx.call.reduced(joined([value.unsqueeze(dim) for value in values], parts))
+        value: Tensor = ctx.call.reduced(joined([value.unsqueeze(dim) for value in values], parts))
+        return value
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

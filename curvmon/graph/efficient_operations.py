@@ -307,24 +307,6 @@ class _Passed(torch.autograd.Function):
         return _passed(tangent, *ctx.saved_tensors), None, None
 
 
-class _Tapped(torch.autograd.Function):
-    """x + tap in the memory of x, for a tap of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tap: Tensor) -> Tensor:
-        ctx.replaced_node = None
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, gradient
-
-
-def tapped(x: Tensor, tap: Tensor) -> Tensor:
-    """x + tap in the memory of x, for a tap of zeros: logits can be large."""
-    return x + tap if is_transformed() else _apply(_Tapped, x, tap)
-
-
 class _InputProxy(torch.autograd.Function):
     """In place of x where only the path of the graph to x is needed: takes no memory."""
 
