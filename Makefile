@@ -27,6 +27,7 @@ screenshots: demo
 bench: $(READY)
 	$(BIN)/python -m benchmarks.products
 	$(BIN)/python -m benchmarks.speed $(if $(DATA),--data $(DATA)) --write docs/speed-table.md
+	$(BIN)/python -m benchmarks.memory --write docs/memory-table.md
 
 # a whole measurement of the monitor, on the CPU and on a pretend accelerator; DATA=cifar10_subset.npz for real images
 bench-measurement: $(READY)
@@ -35,7 +36,7 @@ bench-measurement: $(READY)
 # The other packages go in without what they ask for: one of them wants torchvision, which this torch does not take.
 bench-spectrum: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps pyhessian curvlinops-for-pytorch \
-		backpack-for-pytorch einops einconv linear_operator opt_einsum unfoldNd
+		backpack-for-pytorch einops einconv linear_operator opt_einsum unfoldNd hessian-eigenthings
 	$(BIN)/python -W ignore -m benchmarks.spectra $(if $(DATA),--data $(DATA)) --write docs/spectrum-table.md
 
 # about half an hour the first time; recorded runs are kept below runs/

@@ -1,8 +1,11 @@
-"""Peak memory of a measurement against that of one training step, each in a process of its own.
+"""Peak memory of the two parts of a measurement against that of a training step, each in a process of its own.
 
-    python -m benchmarks.memory
+    python -m benchmarks.memory                                 about ten minutes
+    python -m benchmarks.memory --only relu,50k                 some of the networks
+    python -m benchmarks.memory --write docs/memory-table.md    keep the result
 
-Reads the high-water mark of the resident set, so it runs on Linux only.
+Pairs and eigenvalues as the monitor measures them, on as many samples as the training step has. Reads the high-water
+mark of the resident set, so it runs on Linux only, and what the allocator keeps of freed memory counts.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,28 +22,46 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import curvmon
-from benchmarks.networks import Decoder, classification_loss, next_token_loss
+from benchmarks.networks import DECODER_NODES, Decoder, classification_loss, next_token_loss
+from benchmarks.resnet18 import NODES
+from benchmarks.speed import machine
+from curvmon.monitor.pairs_and_spectrum import measure_pairs, measure_spectrum
+from curvmon.monitor.settings import Settings
 from tests.helpers.resnet import resnet18
-
-RESNET_NODES = ["maxpool", "layer1", "layer2", "layer3", "layer4"]
-DECODER_NODES = [f"layers.{i}" for i in (1, 3, 5, 7, 9, 11)]
 
 
 def _images() -> Any:
     return torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
 
 
-CASES: dict[str, Callable[[], tuple[nn.Module, Any, Any, list[str]]]] = {
-    "ResNet-18 ReLU": lambda: (resnet18(cifar_stem=True), _images(), classification_loss, RESNET_NODES),
-    "ResNet-18 SiLU": lambda: (
-        resnet18(activation=F.silu, cifar_stem=True),
-        _images(),
-        classification_loss,
-        RESNET_NODES,
+def _decoder(vocabulary: int) -> tuple[nn.Module, Any, Any, None]:
+    """Whose logits are by far its largest tensor."""
+    return (
+        Decoder(layers=2, width=64, tokens=64, vocabulary=vocabulary),
+        torch.randint(vocabulary, (32, 65)),
+        next_token_loss,
+        None,
+    )
+
+
+CASES: dict[str, tuple[str, Callable[[], tuple[nn.Module, Any, Any, list[str] | None]]]] = {
+    "relu": (
+        "ResNet-18 ReLU",
+        lambda: (resnet18(cifar_stem=True), _images(), classification_loss, NODES),
     ),
-    "decoder": lambda: (Decoder(), torch.randint(8192, (8, 129)), next_token_loss, DECODER_NODES),
+    "silu": (
+        "ResNet-18 SiLU",
+        lambda: (resnet18(activation=F.silu, cifar_stem=True), _images(), classification_loss, NODES),
+    ),
+    "decoder": (
+        "decoder, 12 blocks, 8 x 128 tokens, vocabulary 8,192",
+        lambda: (Decoder(), torch.randint(8192, (8, 129)), next_token_loss, DECODER_NODES),
+    ),
+    "8k": ("decoder, 2 blocks, 32 x 64 tokens, vocabulary 8,192", lambda: _decoder(8192)),
+    "50k": ("decoder, 2 blocks, 32 x 64 tokens, vocabulary 50,257", lambda: _decoder(50257)),
 }
+"""name, model, batch, loss and nodes"""
+PARTS = ("step", "pairs", "spectrum")
 
 
 def _status(key: str) -> float:
@@ -58,43 +79,62 @@ def peak_beyond_now() -> Iterator[list[float]]:
     found.append(_status("VmHWM") - before)
 
 
-def peak(case: str, what: str) -> float:
+def peak(case: str, part: str) -> float:
     """MiB beyond what model and batch take."""
     torch.manual_seed(0)
-    model, batch, loss, nodes = CASES[case]()
+    model, batch, loss, nodes = CASES[case][1]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.ones(256, 256) @ torch.ones(256, 256)  # libraries take their own memory now
     with peak_beyond_now() as found:
-        if what == "step":
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if part == "step":
             for _ in range(2):
                 optimizer.zero_grad()
                 loss(model, batch).backward()
                 optimizer.step()
+        elif part == "pairs":
+            measure_pairs(Settings(nodes=nodes), model, [batch], loss)
         else:
-            curvmon.measure(model, batch, loss=loss, nodes=nodes)
+            measure_spectrum(Settings(), model, [batch], loss, optimizer=optimizer)
     return found[0]
 
 
-def compare(case: str) -> tuple[float, float]:
-    """(training step, measurement) in MiB."""
-    found = []
-    for what in ("step", "measure"):
-        command = [sys.executable, "-m", "benchmarks.memory", "--case", case, "--what", what]
-        found.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    return found[0], found[1]
+def compare(case: str) -> list[float]:
+    """MiB of a training step, of the pairs and of the spectrum."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", "--only", case, "--part"]
+    runs = [subprocess.run([*command, part], check=True, stdout=subprocess.PIPE, text=True) for part in PARTS]
+    return [float(run.stdout) for run in runs]
+
+
+def table(cases: Sequence[str]) -> Iterator[str]:
+    yield "# Peak memory of a measurement"
+    yield ""
+    yield f"Beyond model and batch. Measured on {machine()}, with `python -m benchmarks.memory`."
+    yield "What the columns mean: [cost and tuning](cost.md#memory)."
+    yield ""
+    yield "| network | training step | pairs | relative to the step | spectrum | relative to the step |"
+    yield "|---|---|---|---|---|---|"
+    for case in cases:
+        step, *measured = compare(case)
+        cells = " | ".join(f"{part:.0f} MiB | **{part / step:.2f}**" for part in measured)
+        yield f"| {CASES[case][0]} | {step:.0f} MiB | {cells} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=list(CASES))
-    parser.add_argument("--what", choices=["step", "measure"])
+    parser.add_argument("--only", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.case:
-        print(peak(arguments.case, arguments.what))
+    torch.set_num_threads(1)
+    if arguments.part:  # in a process of its own
+        print(peak(arguments.only, arguments.part))
         return
-    for case in CASES:
-        step, measured = compare(case)
-        print(f"{case:16} step {step:6.0f} MiB   measurement {measured:6.0f} MiB   ratio {measured / step:.2f}")
+    lines = []
+    for line in table(arguments.only.split(",")):
+        print(line, flush=True)
+        lines.append(line)
+    if arguments.write:
+        arguments.write.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

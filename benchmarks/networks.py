@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from tests.helpers.networks import ResidualMLP
 
+DECODER_NODES = [f"layers.{i}" for i in (1, 3, 5, 7, 9, 11)]
+"""of a `Decoder` with twelve layers"""
+
 
 class DecoderLayer(nn.Module):
     def __init__(self, width: int, heads: int) -> None:

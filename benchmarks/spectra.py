@@ -1,9 +1,10 @@
-"""HVPs for the top eigenvalues and the trace, compared with PyHessian, eigsh and power iteration.
+"""HVPs for the top eigenvalues and the trace, compared with PyHessian, eigsh, hessian-eigenthings and power iteration.
 
-    make bench-spectrum                                          installs the other packages, about an hour
-    python -m benchmarks.spectra --data cifar10_subset.npz       real images (x_train, y_train, x_test, y_test)
+    make bench-spectrum                                                 installs the other packages, some hours
+    python -m benchmarks.spectra --data cifar10_subset.npz              real images (x_train, y_train, x_test, y_test)
+    python -m benchmarks.spectra --parts cost --only gpt6 --starts 1    part of it
 
-Products are counted, not timed: all methods pay the same for one. What "to one percent" costs: each method stops by
+What "to one percent" costs: each method stops by
 its own rule, at the loosest tolerance with which all its eigenvalues are within one percent of the truth from every
 start. The truth is a long run of curvmon, itself checked with eigsh.
 """
@@ -14,73 +15,53 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 import torch
 
 import curvmon
-from benchmarks.eigensolvers import METHODS, Answer, by_curvmon, by_eigsh
+from benchmarks import search_cost
+from benchmarks.eigensolvers import METHODS, loosest, truth
 from benchmarks.speed import machine
 from benchmarks.trained import Setting, annealed_resnets, trained_decoders, trained_resnets
 from benchmarks.warm_starts import TOLERANCE, best_combination, warm_starts
 from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.trace import trace_of_parts
 
-LADDER = [step * 10.0**-decade for decade in (1, 2, 3) for step in (1, 0.7, 0.5, 0.3, 0.2)] + [1e-4]
-"""tolerances, from loose to strict, the same for all methods"""
-WANTED = 1e-2
-SEEDS = range(4)
+STARTS = 4
 
 
-def truth(setting: Setting) -> tuple[list[float], float]:
-    """Eight eigenvalues from a long run, and how far eigsh at a tolerance of 1e-5 is from them, relatively."""
-    long = by_curvmon(setting, 8, 0, rtol=1e-5, max_hvps=600).values
-    other = by_eigsh(setting, 8, 1, tol=1e-5).values
-    return long, max(abs(a - b) for a, b in zip(long, other)) / abs(long[0])
-
-
-def _error(answer: Answer, true: list[float]) -> float:
-    errors = [abs(a - b) / abs(b) for a, b in zip(answer.values, true)]
-    return math.inf if any(map(math.isnan, errors)) else max(errors)
-
-
-def loosest(method: Callable[[Setting, int, int, float], Answer], setting: Setting, k: int, true: list[float]) -> str:
+def cells(name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int]) -> str:
     """`products of every start (tolerance) | median, with start, with trace | error`, where the tolerance serves."""
-    for tol in LADDER:
-        answers: list[Answer] = []
-        for seed in SEEDS:
-            answers.append(method(setting, k, seed, tol))
-            if _error(answers[-1], true) > WANTED:
-                break
-        worst = max(_error(answer, true) for answer in answers)
-        if worst <= WANTED:
-            each = ", ".join(str(answer.products) for answer in answers)
-            columns = [[a.products for a in answers], [a.started for a in answers], [a.counted for a in answers]]
-            medians = ", ".join(f"{statistics.median(column):g}" for column in columns if any(column))
-            return f"{each} ({tol:g}) | {medians} | {100 * worst:.2g} %"
-        if math.isinf(worst):  # given up: a stricter tolerance takes longer still
-            return f"stopped after {answers[-1].products} ({tol:g}) | | "
-    found = ", ".join(f"{value:.3g}" for value in answers[-1].values)
-    return f"never ({answers[-1].products} at {tol:g}: {found}) | | {100 * worst:.2g} %"
+    attempt = loosest(name, setting, k, true, starts)
+    answers, last = attempt.answers, attempt.answers[-1]
+    if attempt.serves:
+        each = ", ".join(str(answer.products) for answer in answers)
+        columns = [[a.products for a in answers], [a.started for a in answers], [a.counted for a in answers]]
+        medians = ", ".join(f"{statistics.median(column):g}" for column in columns if any(column))
+        return f"{each} ({attempt.tolerance:g}) | {medians} | {100 * attempt.error:.2g} %"
+    if math.isinf(attempt.error):
+        return f"stopped after {last.products} ({attempt.tolerance:g}) | | "
+    values = ", ".join(f"{value:.3g}" for value in last.values)
+    return f"never ({last.products} at {attempt.tolerance:g}: {values}) | | {100 * attempt.error:.2g} %"
 
 
-def eigenvalues(setting: Setting) -> Iterator[str]:
+def eigenvalues(setting: Setting, starts: Sequence[int]) -> Iterator[str]:
     true, disagreement = truth(setting)
     yield f"### {setting.name}"
     yield ""
-    yield (
-        "| | top-1: four starts (tolerance) | median | error | top-5: four starts (tolerance) | median | error |\n"
-        "|---|---|---|---|---|---|---|"
-    )
-    for name, method in METHODS.items():
-        yield f"| {name} | {' | '.join(loosest(method, setting, k, true) for k in (1, 5))} |"
+    yield "| | top-1: every start (tolerance) | median | error | top-5: every start (tolerance) | median | error |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in METHODS:
+        yield f"| {name} | {' | '.join(cells(name, setting, k, true, starts) for k in (1, 5))} |"
     values = ", ".join(f"{value:.4g}" for value in true)
     yield ""
     yield (
-        "HVPs of the search from each of four starting vectors, at the loosest tolerance that reaches one percent, and "
-        "their median; then the medians with the cost of the starting vector, and with the trace. Error: the largest "
+        f"HVPs of the search from each of {len(starts)} starting vectors, at the loosest tolerance that reaches one "
+        "percent, and their median (in brackets for hessian-eigenthings' Lanczos, which has no tolerance: its number "
+        "of steps); then the medians with the cost of the starting vector, and with the trace. Error: the largest "
         "relative error of any eigenvalue from any starting vector. "
         f"True eigenvalues {values}; eigsh at a tolerance of 1e-5 agrees to {disagreement:.0e} of the first."
     )
@@ -129,16 +110,20 @@ def trace(setting: Setting, repetitions: int = 12) -> Iterator[str]:
     ]
 
 
-def report(data: Path | None, only: list[str], parts: list[str]) -> Iterator[str]:
+def report(data: Path | None, only: list[str], parts: list[str], starts: Sequence[int]) -> Iterator[str]:
     """The tables line by line, as soon as they are known."""
     yield f"Measured on {machine()}, in one run of `python -m benchmarks.spectra`."
     yield "What the columns mean, what was tried and what does not help: [HVPs for eigenvalues](spectrum-cost.md)."
     yield ""
+    for network in search_cost.NETWORKS if "cost" in parts else ():
+        if network in only:
+            yield from search_cost.table(network, data, starts)
+            yield ""
     resnets = trained_resnets(data, "warm" in parts) if "resnet" in only else []
     decoders = trained_decoders() if "decoder" in only else []
     settings = [*resnets[:1], *decoders[:1]]
     for setting in settings if "eigenvalues" in parts else ():
-        yield from eigenvalues(setting)
+        yield from eigenvalues(setting, starts)
         yield ""
     if "warm" in parts:
         yield from warm_starts(chain(resnets, decoders, annealed_resnets(data) if resnets else ()))
@@ -160,11 +145,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--only", default="resnet,decoder")
-    parser.add_argument("--parts", default="eigenvalues,warm,best,trace")
+    parser.add_argument("--only", default=f"{','.join(search_cost.NETWORKS)},resnet,decoder")
+    parser.add_argument("--parts", default="cost,eigenvalues,warm,best,trace")
+    parser.add_argument("--starts", type=int, default=STARTS, help="starting vectors of every search")
     arguments = parser.parse_args()
     lines = ["# Hessian-vector products for the top eigenvalues", ""]
-    for line in report(arguments.data, arguments.only.split(","), arguments.parts.split(",")):
+    parts = arguments.parts.split(",")
+    for line in report(arguments.data, arguments.only.split(","), parts, range(arguments.starts)):
         print(line, flush=True)
         lines.append(line)
     if arguments.write:

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
-from benchmarks import memory
-from benchmarks.networks import Decoder, classification_loss, next_token_loss, residual_gelu
+from benchmarks.networks import DECODER_NODES, Decoder, classification_loss, next_token_loss, residual_gelu
 from benchmarks.papers_protocol import papers_protocol, seconds_of_protocol
 from benchmarks.reference import reference
 from benchmarks.resnet18 import NODES, batch
@@ -185,7 +184,7 @@ def gelu() -> Lines:
 def decoder() -> Lines:
     torch.manual_seed(0)
     setting = Setting(Decoder(), torch.randint(8192, (8, 129)), next_token_loss)
-    nodes = memory.DECODER_NODES
+    nodes = DECODER_NODES
     found, passes = setting.measure(nodes)
     unit = statistics.median(setting.passes())
     protocol = seconds_of_protocol(setting.model, setting.batch, loss=setting.loss, nodes=nodes) / unit
@@ -310,19 +309,6 @@ def _relative(found: curvmon.Measurement) -> float:
     return 100 * float((found.stderr["resonance"] / found.resonance).max())
 
 
-def peak_memory() -> Lines:
-    lines = [
-        "### Peak memory beyond model and batch",
-        "",
-        "| | training step | measurement | ratio |",
-        "|---|---|---|---|",
-    ]
-    for case in memory.CASES:
-        step, measured = memory.compare(case)
-        lines.append(f"| {case} | {step:.0f} MiB | {measured:.0f} MiB | **{measured / step:.2f}** |")
-    return lines
-
-
 def machine() -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -339,7 +325,6 @@ def main() -> None:
     parts: dict[str, Callable[[], Lines]] = {
         "relu": lambda: resnet_relu(arguments.data),
         "scaling": lambda: scaling(arguments.data),
-        "memory": peak_memory,
         "gelu": gelu,
         "decoder": decoder,
         "silu": lambda: resnet_silu(arguments.data),

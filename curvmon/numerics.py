@@ -10,10 +10,6 @@ from torch import Tensor
 
 from curvmon.errors import NonFiniteError
 
-NOT_FINITE = (
-    "a Hessian-vector product is not finite although the loss is; "
-    "look for sqrt, norm or log at zero, or overflow in low precision"
-)
 _Z = 1.959964
 """97.5 % quantile of the normal distribution"""
 _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
@@ -22,6 +18,8 @@ _STUDENT = (6.4829, 2.1953, 1.6237, 1.4166)
 
 FEW = 1024
 """squares that are added in single precision"""
+CONVERTED = 2**16
+"""entries that are converted to double precision at a time, on a CPU"""
 SAFE = 1e-12
 """norms between this and its inverse have no squares that matter and underflow or overflow in single precision"""
 NOT_FINITE = (
@@ -68,8 +66,7 @@ def norms(tensors: Sequence[Tensor]) -> list[float]:
     values = _read([row_norms_squared(x.reshape(1, -1)).sqrt() for x in tensors])
     # if the loss is scaled by 1e-20 or 1e20, squares underflow or overflow in single precision
     odd = [i for i, x in enumerate(tensors) if x.dtype != torch.float64 and not SAFE < values[i] < 1 / SAFE]
-    again = [tensors[i].reshape(1, -1) for i in odd]
-    for i, value in zip(odd, _read([torch.linalg.vector_norm(x, dim=1, dtype=precise_dtype(x)) for x in again])):
+    for i, value in zip(odd, _read([precise_norm(tensors[i]).reshape(1) for i in odd])):
         values[i] = value
     return values
 
@@ -80,6 +77,14 @@ def _read(numbers: Sequence[Tensor]) -> list[float]:
         return []
     values: list[float] = torch.cat([number.to(numbers[0]) for number in numbers]).tolist()
     return values
+
+
+def precise_norm(x: Tensor) -> Tensor:
+    """‖x‖ in double precision throughout."""
+    # on a CPU torch converts all of x before it adds
+    few = torch.split(x.reshape(-1), CONVERTED) if x.device.type == "cpu" else (x,)
+    norms: list[Tensor] = [torch.linalg.vector_norm(part, dtype=precise_dtype(x)) for part in few]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
 
 
 def norm_squared(x: Tensor) -> float:

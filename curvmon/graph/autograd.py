@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from curvmon.errors import DoubleBackwardError, LossError
-from curvmon.graph.efficient_operations import is_efficient_operation, torch_name
+from curvmon.graph.efficient_operations import is_efficient_operation, torch_names
 from curvmon.isolation.patches import CONVOLUTION_NODE, ERROR_NODE
 
 
@@ -133,7 +133,7 @@ def leads_to(tensors: Sequence[Tensor], leaves: Sequence[Tensor], gates: Sequenc
 
 def has_convolutions(tensors: Sequence[Tensor]) -> bool:
     """Whether there is one in the graph behind the tensors."""
-    return any(CONVOLUTION_NODE in (torch_name(function) or "") for function in _reachable(tensors))
+    return any(CONVOLUTION_NODE in name for function in _reachable(tensors) for name in torch_names(function))
 
 
 _LEAF_NODE = "AccumulateGrad"
@@ -154,8 +154,8 @@ def operations(stages: Sequence[Tensor], taps: Sequence[Tensor] = ()) -> list[Co
         for function in new:
             inputs = [source for source, _ in function.next_functions]
             is_tap_sum = any(s in tap_functions or id(getattr(s, "variable", None)) in leaves for s in inputs if s)
-            if not is_tap_sum and (name := torch_name(function)) is not None:
-                names.append(re.sub(r"Backward\d*$", "", name.split("::")[-1]))
+            if not is_tap_sum:
+                names += [re.sub(r"Backward\d*$", "", name.split("::")[-1]) for name in torch_names(function)]
         counts.append(Counter(name for name in names if name != _LEAF_NODE))
     return counts
 

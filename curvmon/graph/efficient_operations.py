@@ -3,6 +3,7 @@
     convolution     W x is linear in W and in x (`trilinear`); torch also computes derivatives that are not needed
     batch norm      in eval mode likewise; torch composes its second derivative of some thirty operations
     layer norm      a second derivative in closed form; torch composes it of some seventy operations
+    cross-entropy   the softmax one, in parts: torch holds several tensors of the size of the logits
     activation      elementwise f(x): f'(x) and f''(x) are computed once; torch composes them in every product from
                     several operations, each of which keeps its inputs
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from curvmon.graph.cross_entropy import cross_entropy
 from curvmon.graph.layer_norm import LayerNorm
 from curvmon.graph.trilinear import BatchNorm, Convolution, Linear, trilinear
 from curvmon.isolation.patches import (
@@ -31,6 +33,7 @@ from curvmon.isolation.patches import (
     LAYER_NORM_BACKWARD,
     NATIVE_FUNCTIONS,
     is_transformed,
+    version,
 )
 
 _ACTIVATION_NAMES = "silu gelu tanh sigmoid softplus elu selu celu mish hardswish logsigmoid softsign"
@@ -54,7 +57,7 @@ _CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
 
 
 _REPLACED_NODE = "replaced_node"
-"""attribute of the nodes of the replacements: the name of torch's own node"""
+"""attribute of the nodes of the replacements: the names of torch's own nodes, separated by spaces"""
 
 
 class EfficientOperations(TorchFunctionMode):
@@ -62,6 +65,7 @@ class EfficientOperations(TorchFunctionMode):
 
     Attributes:
         loss_differentiates: a gradient was taken while active, so the loss must be computed without replacements.
+        stale: on exit, whether a tensor was changed in place that a replacement keeps, so that it must not be used.
         only_cotangents: see `cotangents_only`.
         entries: of all tensors that were computed and require gradients: about those of the activations.
     """
@@ -72,6 +76,12 @@ class EfficientOperations(TorchFunctionMode):
         self.loss_differentiates = False
         self.only_cotangents = False
         self.entries = 0
+        self.stale = False
+        self._kept: list[tuple[Tensor, int | None]] = []
+
+    def keep(self, tensor: Tensor) -> None:
+        """Note a tensor that torch does not need for derivatives, but a replacement does."""
+        self._kept.append((tensor.detach(), version(tensor)))
 
     def __enter__(self) -> EfficientOperations:
         self.active = True
@@ -80,6 +90,8 @@ class EfficientOperations(TorchFunctionMode):
 
     def __exit__(self, *exc: Any) -> None:
         self.active = False
+        self.stale = any(version(tensor) != before for tensor, before in self._kept)
+        self._kept.clear()
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -107,6 +119,8 @@ class EfficientOperations(TorchFunctionMode):
             result = self._batch_norm(*args, **kwargs)
         elif func is F.layer_norm and _is_replaceable_call():
             result = self._layer_norm(*args, **kwargs)
+        elif func is F.cross_entropy and _is_replaceable_call():
+            result = cross_entropy(self, *args, **kwargs)
         elif func in _ACTIVATIONS and args and _is_replaceable_call():
             result = self._activation(func, args[0], args[1:], kwargs)
         elif func is F.relu and _is_replaceable_call():
@@ -224,10 +238,10 @@ def is_efficient_operation(function: Any) -> bool:
     return hasattr(function, _REPLACED_NODE)
 
 
-def torch_name(function: Any) -> str | None:
-    """The name that a node of an autograd graph has in torch without replacements; None if it has none there."""
-    name: str | None = getattr(function, _REPLACED_NODE, function.name())
-    return name
+def torch_names(function: Any) -> list[str]:
+    """The names that a node of an autograd graph has in torch without replacements."""
+    names: str | None = getattr(function, _REPLACED_NODE, function.name())
+    return (names or "").split()
 
 
 class _Activation(torch.autograd.Function):

@@ -12,12 +12,14 @@ The last two work for any number of outputs, with random vectors instead of colu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvmon.graph.cross_entropy import Part, joined, parts_of, softmax_product
 from curvmon.numerics import gaussian, norms, rademacher
 
 Product = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -49,7 +51,7 @@ class Layout:
     def rows(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors in the shapes of the outputs as one matrix, samples x width."""
         parts = [self._samples_first(t).reshape(self.samples, -1) for t in tensors]
-        return torch.cat(parts, dim=1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def tensors(self, rows: Tensor) -> list[Tensor]:
         """The inverse of `rows`."""
@@ -138,10 +140,10 @@ def sketch(layout: Layout, outputs: Sequence[Tensor], product: Product) -> Sketc
         def own_product(x: Tensor, i: int = i) -> Tensor:
             return product([x if j == i else torch.zeros_like(o) for j, o in enumerate(outputs)])[i]
 
-        image = own_product(vector)
-        if not _agree(image, images[i]):
+        image = images[i] if len(outputs) == 1 else own_product(vector)
+        if len(outputs) > 1 and not _agree(image, images[i]):
             return None
-        form = _diagonal(output, vector, image, own_product) or _softmax(layout, output, vector, image)
+        form = _softmax(layout, output, vector, image) or _diagonal(output, vector, image, own_product)
         if form is None:
             return None
         forms.append(form[0])
@@ -154,14 +156,19 @@ def sketch(layout: Layout, outputs: Sequence[Tensor], product: Product) -> Sketc
 
 
 Root = tuple[str, Callable[[Tensor], Tensor]]
+"""the form, and A applied to a tensor of signs, in its memory"""
 
 
 def _diagonal(output: Tensor, vector: Tensor, image: Tensor, product: Callable[[Tensor], Tensor]) -> Root | None:
     scale = product(torch.ones_like(output))
-    if not _agree(image, scale * vector) or (scale < -TOLERANCE * scale.abs().max()).any():
+    parts = parts_of(output, -1)
+    if not _agree_in_parts(image, parts, lambda part: scale[part] * vector[part]):
         return None
-    root = scale.clamp_min(0).sqrt()
-    return "an elementwise loss", lambda signs: root * signs
+    low, high = torch.stack(scale.aminmax()).tolist()
+    if low < -TOLERANCE * max(-low, high):
+        return None
+    root = scale.clamp_min(0).sqrt_()
+    return "an elementwise loss", lambda signs: signs.mul_(root)
 
 
 def _softmax(layout: Layout, output: Tensor, vector: Tensor, image: Tensor) -> Root | None:
@@ -173,22 +180,39 @@ def _softmax(layout: Layout, output: Tensor, vector: Tensor, image: Tensor) -> R
 
 def _softmax_along(dim: int, output: Tensor, vector: Tensor, image: Tensor) -> Root | None:
     """a (diag p - p p^T) = A A^T with A = sqrt(a) (diag sqrt(p) - p sqrt(p)^T)."""
-    p = output.softmax(dim)
-    unscaled = p * (vector - (p * vector).sum(dim, keepdim=True))
-    spread = (vector * unscaled).sum(dim, keepdim=True)
-    weight = torch.where(spread > 0, (vector * image).sum(dim, keepdim=True) / spread, 0)
-    if not _agree(image, weight * unscaled) or (weight < -TOLERANCE * weight.abs().max()).any():
+    parts = parts_of(output, dim)
+
+    def unscaled(part: Part) -> Tensor:
+        return softmax_product(output[part].softmax(dim), vector[part], dim)
+
+    weights = []
+    for part in parts:
+        spread = (vector[part] * unscaled(part)).sum(dim, keepdim=True)
+        weights.append(torch.where(spread > 0, (vector[part] * image[part]).sum(dim, keepdim=True) / spread, 0))
+    weight = joined(weights, parts)
+    if (weight < -TOLERANCE * weight.abs().max()).any() or not weight.any():
         return None
-    scale, p_root = weight.clamp_min(0).sqrt(), p.sqrt()
-    return (
-        "softmax cross-entropy",
-        lambda signs: scale * p_root * (signs - p_root * (p_root * signs).sum(dim, keepdim=True)),
-    )
+    if not _agree_in_parts(image, parts, lambda part: weight[part] * unscaled(part)):
+        return None
+    scale = weight.clamp_min_(0).sqrt_()
+
+    def root(signs: Tensor) -> Tensor:
+        for part in parts:
+            p_root, own = output[part].softmax(dim).sqrt_(), signs[part]
+            own.addcmul_(p_root, (p_root * own).sum(dim, keepdim=True), value=-1).mul_(p_root).mul_(scale[part])
+        return signs
+
+    return "softmax cross-entropy", root
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
-    difference, size = norms([one - other, one])
-    return difference <= TOLERANCE * size
+    return _agree_in_parts(one, [()], lambda part: other)
+
+
+def _agree_in_parts(one: Tensor, parts: Sequence[Part], other: Callable[[Part], Tensor]) -> bool:
+    sizes = [norms([one[part] - other(part), one[part]]) for part in parts]
+    difference, whole = (math.hypot(*each) for each in zip(*sizes))
+    return difference <= TOLERANCE * whole
 
 
 def _normal(like: Tensor) -> Tensor:

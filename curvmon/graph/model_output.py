@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from curvmon.graph.autograd import leads_to
-from curvmon.isolation.patches import NATIVE_FUNCTIONS, version
+from curvmon.isolation.patches import NATIVE_FUNCTIONS, is_transformed, version
 
 _LOSS_NAMES = """
     cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss
@@ -49,6 +49,25 @@ _CARRIERS = _functions(
 def zero_leaf(like: Tensor) -> Tensor:
     """A zero leaf in the shape of `like` that takes no memory: logits can be large."""
     return like.new_zeros(()).expand_as(like).requires_grad_()
+
+
+class _Tapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tap: Tensor) -> Tensor:
+        ctx.replaced_node = None  # not a custom function of the user
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, gradient
+
+
+def _tapped(x: Tensor, tap: Tensor) -> Tensor:
+    """x + tap in the memory of x, for a tap of zeros."""
+    if is_transformed():
+        return x + tap
+    result: Tensor = _Tapped.apply(x, tap)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Step(NamedTuple):
@@ -132,7 +151,7 @@ class OutputFinder(TorchFunctionMode):
         tap = zero_leaf(output)
         self.outputs.append(output)
         self.taps.append(tap)
-        value = output + tap
+        value = _tapped(output, tap)
         for step in reversed(steps):
             value = step.function(value, *step.args, **step.kwargs)
         return value

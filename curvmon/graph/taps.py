@@ -97,7 +97,7 @@ def tapped_forward(
         if output is None:
             stack.enter_context(finder)  # inside the other: it sees and replays the user's calls
         loss = run()
-    if operations.loss_differentiates:
+    if operations.loss_differentiates or operations.stale:
         return tapped_forward(nodes, run, batch_dim=batch_dim, output=output, at=at, efficient=False)
     missing = [node.label for node in nodes if node.label not in taps]
     if missing:

@@ -90,7 +90,6 @@ class ParameterOperator(SymmetricOperator):
             entries = max(entries, graph.entries)
             functions.update(graph.custom_functions())
             self._once &= graph.used_once()
-            self._kept = graph if len(losses) == 1 else None
         self._in_batches = InBatches(_width(entries, self.template) if batches_products(batched, self.device) else 1)
         if not depends:
             raise LossError("the loss does not depend on any trainable parameter of the model; is it detached?")
@@ -150,7 +149,11 @@ class ParameterOperator(SymmetricOperator):
         return image
 
     def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
-        """The weight of every batch, and its loss as a function of taps on the layers; only where `has_ggn`."""
+        """The weight of every batch, and its loss as a function of taps on the layers; only where `has_ggn`.
+
+        The graph for products is dropped, and built again when it is needed: both together take too much memory.
+        """
+        self._kept = None
         return self._layered({self.names[i]: self._parameters[i] for i in self._once})
 
     @property
@@ -192,8 +195,10 @@ class ParameterOperator(SymmetricOperator):
     def _graphs(self) -> Iterator[tuple[float, BatchGraph]]:
         for index, (weight, build) in enumerate(self._losses):
             graph = self._kept or BatchGraph(build(), self._parameters)
+            if len(self._losses) == 1:
+                self._kept = graph
             first = self._losses_before.setdefault(index, graph.loss)
-            if abs(graph.loss - first) > SAME_LOSS * max(abs(graph.loss), abs(first)):
+            if len(self._losses) > 1 and abs(graph.loss - first) > SAME_LOSS * max(abs(graph.loss), abs(first)):
                 raise LossError(
                     f"the loss of the same batch is {first:.6g} and then {graph.loss:.6g}: the model or the loss has a "
                     f"state or a random generator of its own that a forward pass changes, and more_batches takes "

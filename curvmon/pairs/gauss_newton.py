@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvmon.graph.autograd import product
 from curvmon.graph.loss_curvature import MAX_COLUMNS, Layout, dense_factor, sample_weights, sketch
-from curvmon.numerics import gaussian, precise, precise_dtype
+from curvmon.numerics import gaussian, precise, precise_norm
 from curvmon.operators.node_blocks import BlockOperator, GraphOperator, Products, checked
 from curvmon.pairs.gauss_newton_factors import Cotangents, FactoredOperator, Factors, build
 from curvmon.pairs.host_copy import to_host
@@ -85,7 +85,7 @@ def gauss_newton_part(
     remainder, gauss_newton = operator.joint({v: scale * z for v, (z, scale) in enumerate(zip(probes, scales))})
     assert gauss_newton is not None
     forms = [precise(z.reshape(-1)) @ precise(image.reshape(-1)) for z, image in zip(probes, gauss_newton)]
-    read = to_host([*forms, *map(_norm, remainder), *map(_norm, gauss_newton)])
+    read = to_host([*forms, *map(precise_norm, remainder), *map(precise_norm, gauss_newton)])
     form, remainder_norm, gauss_newton_norm = torch.stack(read).reshape(3, -1).tolist()
     if factors.is_exact:
         total = torch.stack([scale * c for scale, c in zip(scales, coefficients)]).sum(0)
@@ -151,7 +151,7 @@ def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Co
     norms, limits = [], []
     for unweighted, weighted in zip(plain, pulled_back(column * weights.to(column).unsqueeze(1))):
         difference = torch.addcmul(weighted, unweighted, weights.to(unweighted).unsqueeze(1), value=-1)
-        norms += [_norm(difference), _norm(weighted)]
+        norms += [precise_norm(difference), precise_norm(weighted)]
         limits.append(10 * torch.finfo(weighted.dtype).eps)
     sizes = torch.stack(to_host(norms)).reshape(-1, 2).tolist()
     return not any(size > limit * whole for (size, whole), limit in zip(sizes, limits))
@@ -160,9 +160,20 @@ def _samples_are_independent(operator: GraphOperator, layout: Layout, source: Co
 def _is_resolved(operator: GraphOperator) -> bool:
     """Whether products with S are linear up to a few per cent: S (u + v) = S u + S v. Rounding is not."""
     generator = torch.Generator("cpu").manual_seed(0)
-    one, other = ([gaussian(x, 1, generator).reshape(x.shape) for x in operator.graph.outputs] for _ in range(2))
-    images = [operator.output_curvature(x) for x in (one, other, [u + v for u, v in zip(one, other)])]
-    norms = [norm for u, v, both in zip(*images) for norm in (_norm(both - u - v), _norm(both))]
+
+    def drawn() -> list[Tensor]:
+        return [gaussian(x, 1, generator).reshape(x.shape) for x in operator.graph.outputs]
+
+    # the outputs may be the largest tensors of the network: few at a time
+    one, other = drawn(), drawn()
+    image = operator.output_curvature(one)
+    both = [u.add_(v) for u, v in zip(one, other)]
+    image_of_other = operator.output_curvature(other)
+    del one, other
+    expected = [u + v for u, v in zip(image, image_of_other)]
+    del image_of_other
+    image = operator.output_curvature(both)
+    norms = [norm for u, v in zip(image, expected) for norm in (precise_norm(u - v), precise_norm(u))]
     error, whole = torch.stack(to_host(norms)).reshape(-1, 2).square().sum(0).tolist()
     # a curvature of zero may be exact: that of a loss that is linear in the output
     return not error > RESOLVED**2 * whole
@@ -172,7 +183,8 @@ def _without_curvature_of_the_loss(operator: GraphOperator, generator: torch.Gen
     """H = T, unless T vanishes as well."""
     probes = {v: gaussian(template, 1, generator) for v, template in enumerate(operator.templates)}
     images = operator.joint(probes)
-    remainder, gauss_newton = (torch.stack(to_host([_norm(x) for x in part or []])).norm().tolist() for part in images)
+    norms = (to_host([precise_norm(x) for x in part or []]) for part in images)
+    remainder, gauss_newton = (torch.stack(each).norm().tolist() for each in norms)
     what = "the curvature of the loss at the output is below its rounding error (a saturated softmax?)"
     if remainder <= 10 * gauss_newton:
         return NO_FACTORS._replace(hvps=2, notes=[f"{what}: no metric is defined"], rounding="hessian")
@@ -194,11 +206,6 @@ class RemainderOperator:
 
     def columns_of(self, requests: Mapping[int, Tensor]) -> dict[int, Products]:
         return self._operator.remainders_of(requests)
-
-
-def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=precise_dtype(x))
-    return norm
 
 
 def with_factors(operator: GraphOperator, part: GaussNewtonPart) -> BlockOperator:

@@ -38,7 +38,7 @@ SMALL_PIECE = 2**16
 class Cotangents(NamedTuple):
     """The columns of A: `column(k)` holds one of every sample, shaped as the outputs.
 
-    Without `signs` the columns are random, and S_b is the mean of their outer products.
+    Without `signs` the columns are random, new tensors in every call, and S_b is the mean of their outer products.
     """
 
     columns: int
@@ -49,7 +49,7 @@ class Cotangents(NamedTuple):
 
     def scaled(self, k: int) -> list[Tensor]:
         """`column(k)`, scaled such that GN is a sum over columns and not a mean."""
-        return self.column(k) if self.signs is not None else [c * self.columns**-0.5 for c in self.column(k)]
+        return self.column(k) if self.signs is not None else [c.mul_(self.columns**-0.5) for c in self.column(k)]
 
     @property
     def note(self) -> str:
