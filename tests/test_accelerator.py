@@ -39,9 +39,9 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    "relu": {"first": Limits(200, 240), "warm": Limits(320, 340)},
-    "silu": {"first": Limits(510, 690), "warm": Limits(680, 850)},
-    "decoder": {"first": Limits(1160, 3350), "warm": Limits(1110, 3150)},
+    "relu": {"first": Limits(110, 60), "warm": Limits(150, 65)},
+    "silu": {"first": Limits(140, 60), "warm": Limits(190, 70)},
+    "decoder": {"first": Limits(145, 55), "warm": Limits(140, 50)},
 }
 """the counts of November 2026, rounded up; they are exact, whatever the machine"""
 

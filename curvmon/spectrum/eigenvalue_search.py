@@ -236,8 +236,12 @@ class EigenvalueSearch:
 
     def around(self, start: Tensor) -> Tensor:
         """Starting vectors for a search, as rows: `perturbed`, and random ones where several run in one launch."""
-        others = [self._random() for _ in range(self._k if self._width > 1 else 0)]
-        return torch.cat([self.perturbed(start), *others])
+        if self._width == 1:
+            return self.perturbed(start)
+        # a generator of their own: what follows draws the same numbers on every device
+        own = torch.Generator("cpu").manual_seed(1)
+        others = gaussian(self._operator.template.expand(self._operator.size), self._k, own).T
+        return torch.cat([self.perturbed(start), others])
 
     def _random(self) -> Tensor:
         """One row."""
