@@ -148,12 +148,14 @@ class ParameterOperator(SymmetricOperator):
             check_finite([image])  # the sum alone may overflow
         return image
 
-    def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
+    def layered(self, repeatable: bool = False) -> Iterator[tuple[float, LayeredGraph]]:
         """The weight of every batch, and its loss as a function of taps on the layers; only where `has_ggn`.
 
-        The graph for products is dropped, and built again when it is needed: both together take too much memory.
+        `repeatable`: every forward pass is known to be the same. Then the graph for products is dropped, and built
+        again when it is needed: both together take much memory.
         """
-        self._kept = None
+        if repeatable:
+            self._kept = None
         return self._layered({self.names[i]: self._parameters[i] for i in self._once})
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError
 from curvmon.graph.arguments import check_budget, check_integer
-from curvmon.numerics import norm
+from curvmon.numerics import norm, norms
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
@@ -315,7 +315,8 @@ def _starts(
             raise InputError(f"start= has shape {tuple(start.shape)}, the parameters are {operator.size} numbers")
         if not 0 < norm(start) < math.inf:
             raise InputError("start= has no direction: it is zero or not finite; omit it")
-        return start.to(operator.template).reshape(operator.size, -1).T
+        vectors = start.to(operator.template).reshape(operator.size, -1)
+        return search.perturbed(_with_gradient(vectors[:, 0], operator)) if vectors.shape[1] == 1 else vectors.T
     if not isinstance(start, Spectrum):
         raise InputError(f"start= takes an earlier Spectrum or a tensor, not {type(start).__name__}")
     if start.parameters == operator.names and not start.eigenvectors.numel():
@@ -327,5 +328,12 @@ def _starts(
         for before, now in ((start.loss, operator.loss), (start.gradient_norm, gradient_norm))
     )
     # elsewhere, the Krylov space of the sum takes fewer products than a block: docs/spectrum-cost.md
-    vectors = start.start_vectors().T if same else start.start_vector().unsqueeze(0)
-    return vectors.to(operator.template)
+    if same:
+        return start.start_vectors().to(operator.template).T
+    return search.perturbed(_with_gradient(start.start_vector().to(operator.template), operator))
+
+
+def _with_gradient(start: Tensor, operator: ParameterOperator) -> Tensor:
+    """Between an earlier result and the gradient, which lies mostly along what has become sharp since."""
+    sizes = norms([start, operator.gradient])
+    return start / sizes[0] + operator.gradient / (sizes[1] or 1.0)
