@@ -39,6 +39,8 @@ BATCHED_BYTES = 2**31
 """most memory for the activations of all products that run at once"""
 SAME_LOSS = 1e-3
 """Largest relative difference of a loss between two forward passes of the same batch: rounding on a device."""
+REPEATABLE = 1e-5
+"""up to this relative difference, a model without a state computes the same again"""
 
 
 class ParameterOperator(SymmetricOperator):
@@ -138,10 +140,16 @@ class ParameterOperator(SymmetricOperator):
     def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
         """The weight of every batch, and its loss as a function of taps on the layers; only where `has_ggn`.
 
-        The graph for products is dropped, and built again when it is needed: both together take too much memory.
+        Where another forward pass gives the same, the graph for products is dropped, and built again when it is needed:
+        both together take too much memory.
         """
-        self._kept = None
-        return self._layered({self.names[i]: self._parameters[i] for i in self._once})
+        for weight, layered in self._layered({self.names[i]: self._parameters[i] for i in self._once}):
+            if (
+                self._kept is not None
+                and _relative_difference(self._kept.loss, layered.graph.loss.item()) <= REPEATABLE
+            ):
+                self._kept = None
+            yield weight, layered
 
     @property
     def batches(self) -> int:
@@ -185,11 +193,11 @@ class ParameterOperator(SymmetricOperator):
             if len(self._losses) == 1:
                 self._kept = graph
             first = self._losses_before.setdefault(index, graph.loss)
-            if len(self._losses) > 1 and abs(graph.loss - first) > SAME_LOSS * max(abs(graph.loss), abs(first)):
+            if _relative_difference(graph.loss, first) > SAME_LOSS:
                 raise LossError(
                     f"the loss of the same batch is {first:.6g} and then {graph.loss:.6g}: the model or the loss has a "
-                    f"state or a random generator of its own that a forward pass changes, and more_batches takes "
-                    f"several passes; reset it at the start of loss(model, batch), or do not pass more_batches"
+                    f"state or a random generator of its own that a forward pass changes, and several passes are "
+                    f"needed; reset it at the start of loss(model, batch), or do not pass more_batches"
                 )
             yield weight, graph
 
@@ -216,6 +224,11 @@ class ParameterOperator(SymmetricOperator):
         many = vectors.shape[:-1]
         parts = zip(torch.split(vectors, [self.sizes[i] for i in columns], dim=-1), columns)
         return [part.reshape((*many, *self._parameters[i].shape)).to(self._parameters[i]) for part, i in parts]
+
+
+def _relative_difference(one: float, other: float) -> float:
+    """The relative difference."""
+    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
 
 
 def _both(graph: BatchGraph, z: Sequence[Tensor], batched: bool) -> list[Tensor]:
