@@ -58,11 +58,25 @@ def precise(x: Tensor) -> Tensor:
 
 def norm(x: Tensor) -> float:
     """‖x‖, exact to double precision or nearly so, whatever the size of the entries."""
-    value = row_norms_squared(x.reshape(1, -1)).sqrt().item()
-    if x.dtype != torch.float64 and not SAFE < value < 1 / SAFE:
-        # if the loss is scaled by 1e-20 or 1e20, squares underflow or overflow in single precision
-        value = precise_norm(x).item()
-    return float(value)
+    return norms([x])[0]
+
+
+def norms(tensors: Sequence[Tensor]) -> list[float]:
+    """`norm` of each of them; the host waits once."""
+    values = _read([row_norms_squared(x.reshape(1, -1)).sqrt() for x in tensors])
+    # if the loss is scaled by 1e-20 or 1e20, squares underflow or overflow in single precision
+    odd = [i for i, x in enumerate(tensors) if x.dtype != torch.float64 and not SAFE < values[i] < 1 / SAFE]
+    for i, value in zip(odd, _read([precise_norm(tensors[i]).reshape(1) for i in odd])):
+        values[i] = value
+    return values
+
+
+def _read(numbers: Sequence[Tensor]) -> list[float]:
+    """Vectors of one entry each, which may be on several devices."""
+    if not numbers:
+        return []
+    values: list[float] = torch.cat([number.to(numbers[0]) for number in numbers]).tolist()
+    return values
 
 
 def precise_norm(x: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class Layer:
         self._x = x
         self.tap = tap
         self._grams: dict[int, Tensor] = {}
+        self._unit: dict[str, Tensor] = {}
 
     def tangent(self, entries: Callable[[Tensor], Tensor]) -> Tensor:
         """A(x) z with z = entries(θ)."""
@@ -73,8 +74,10 @@ class Layer:
         if isinstance(self._module, _NORMALISATIONS):
             return self._of_normalisation(gradient, samples)
         x, g = (t.reshape(samples, len(t) // samples, *t.shape[1:]) for t in (self._x, gradient))
-        largest = max(x[0].numel() * self._patch, g[0].numel(), sum(p.numel() for p in self._trained.values()))
-        step = max(1, MAX_ENTRIES // largest)
+        own = sum(p.numel() for p in self._trained.values())
+        if positions := self.positions(samples):
+            own = min(own, 2 * positions**2)  # as in `_outer`
+        step = max(1, MAX_ENTRIES // max(x[0].numel() * self._patch, g[0].numel(), own))
         parts = [self._chunk(i, x[i : i + step], g[i : i + step]) for i in range(0, samples, step)]
         return torch.cat(parts)
 
@@ -116,8 +119,10 @@ class Layer:
         module, gradients = self._module, []
         x = gradient
         if "weight" in self._trained:
-            unit = {name: torch.full_like(p, float(name == "weight")) for name, p in module.named_parameters()}
-            x = gradient * functional_call(module, unit, (self._x,))
+            if not self._unit:
+                own = module.named_parameters()
+                self._unit = {name: torch.full_like(p, float(name == "weight")) for name, p in own}
+            x = gradient * functional_call(module, self._unit, (self._x,))
         for name, parameter in self._trained.items():
             each = (x if name == "weight" else gradient).reshape(samples, len(x) // samples, *x.shape[1:])
             if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):

@@ -12,6 +12,7 @@ The last two work for any number of outputs, with random vectors instead of colu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from curvmon.graph.cross_entropy import Part, joined, parts_of, softmax_product
-from curvmon.numerics import gaussian, norm_squared, rademacher
+from curvmon.numerics import gaussian, norms, rademacher
 
 Product = Callable[[Sequence[Tensor]], list[Tensor]]
 TOLERANCE = 1e-3
@@ -209,11 +210,9 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 
 
 def _agree_in_parts(one: Tensor, parts: Sequence[Part], other: Callable[[Part], Tensor]) -> bool:
-    difference = whole = 0.0
-    for part in parts:
-        difference += norm_squared(one[part] - other(part))
-        whole += norm_squared(one[part])
-    return difference <= TOLERANCE**2 * whole
+    sizes = [norms([one[part] - other(part), one[part]]) for part in parts]
+    difference, whole = (math.hypot(*each) for each in zip(*sizes))
+    return difference <= TOLERANCE * whole
 
 
 def _normal(like: Tensor) -> Tensor:

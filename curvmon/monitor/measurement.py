@@ -24,7 +24,7 @@ from curvmon.records import Measurement, Spectrum
 from curvmon.spectrum.spectrum import Findings
 
 MAX_START_ENTRIES = 2**24
-"""largest start vector that goes to other ranks and into checkpoints: 64 MiB"""
+"""largest start that goes to other ranks and into checkpoints: 64 MiB"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Request:
     full_hvps: int | None = None
     """number of HVPs that the pairs took in the last full measurement"""
     start: Tensor | None = None
-    """start vector of the eigenvalue search"""
+    """start of the eigenvalue search: a vector, or several as columns"""
     findings: Findings | None = None
     """what earlier measurements found out about the network"""
     on_product: OnProduct | None = None
@@ -143,7 +143,7 @@ def merge(outcomes: Sequence[Outcome]) -> Outcome:
 
 def storable(start: Tensor | None) -> Tensor | None:
     """On the CPU; None if too large for a checkpoint."""
-    return None if start is None or len(start) > MAX_START_ENTRIES else start.cpu()
+    return None if start is None or start.numel() > MAX_START_ENTRIES else start.cpu()
 
 
 def _shared(start: Tensor | None, ranks: Ranks) -> Tensor | None:

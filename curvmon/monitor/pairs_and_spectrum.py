@@ -19,6 +19,7 @@ from curvmon.metrics.mean_curvature import combined
 from curvmon.monitor.batch_samples import halves
 from curvmon.monitor.fallbacks import is_out_of_memory
 from curvmon.monitor.settings import Settings
+from curvmon.operators.batching import batches_products
 from curvmon.pairs.measure import run_measurement
 from curvmon.records import Measurement, Spectrum
 from curvmon.spectrum.eigenvalue_search import Accuracy
@@ -29,8 +30,10 @@ Loss = Callable[[Any, Any], Tensor]
 OnProduct = Callable[[int], None]
 """called with the number of HVPs that were just computed"""
 Result = TypeVar("Result")
-ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.05, by_gap=True)
+ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.05)
 """finer than a curve in a dashboard can show"""
+MAX_START_BLOCK = 2**28
+"""entries of the vectors that start the next search: 1 GiB of the host's memory"""
 MAX_SPECTRUM_HVPS = 80
 """eigenvalues that have not converged by then are reported with a note"""
 
@@ -81,7 +84,8 @@ def measure_spectrum(
 ) -> tuple[Spectrum, Tensor]:
     """Extremal eigenvalues and trace over all batches; also the start vector of the next search, on the CPU.
 
-    `findings`: what earlier measurements found out about the network; is added to. A start vector that does not fit (layers were frozen or unfrozen) or has no direction is ignored.
+    `findings`: what earlier measurements found out about the network; is added to. A start vector that does not fit
+    (layers were frozen or unfrozen) or has no direction is ignored.
     """
     if start is not None and len(start) != sum(p.numel() for p in model.parameters() if p.requires_grad):
         start = None
@@ -113,8 +117,11 @@ def measure_spectrum(
     result = _in_parts(list(batches), search)
     if share < 1:
         result = replace(result, notes=(*result.notes, "trace and Gauss-Newton eigenvalue skipped to save time"))
+    device = result.eigenvectors.device
+    # a block takes more products than a single vector, but fewer launches
+    many = batches_products("auto", device) and result.eigenvectors.numel() <= MAX_START_BLOCK
     # on the CPU: until the next measurement, training needs the memory of the device
-    return result.without_vectors(), result.start_vector().cpu()
+    return result.without_vectors(), (result.start_vectors() if many else result.start_vector()).cpu()
 
 
 def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:

@@ -12,6 +12,7 @@ T = H - GN. Nothing is stored that is larger than the nodes themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, Protocol
@@ -22,7 +23,7 @@ from torch import Tensor
 from curvmon.errors import LossError
 from curvmon.graph.autograd import bypassed, custom_functions, differentiate, has_convolutions, operands, product
 from curvmon.graph.taps import TappedGraph
-from curvmon.numerics import check_finite, norm_squared, precise
+from curvmon.numerics import check_finite, norms, precise
 from curvmon.operators.batching import Batched, batches_products, check_batched
 from curvmon.operators.launches import Launches
 
@@ -132,12 +133,14 @@ class GraphOperator:
         """‖dL/de - J^T dL/d out‖ / ‖dL/de‖: the share of the gradient that does not pass through the outputs."""
         if all(gradient is None for gradient in self._output_gradients):
             return 1.0
-        difference = whole = 0.0
+        missing, gradients = [], []
         for gradient, through in zip(self.gradients, self._pullbacks):
             if gradient is not None:
-                missing = gradient if through is None else gradient - through.detach()
-                difference, whole = difference + norm_squared(missing), whole + norm_squared(gradient)
-        return float((difference / whole) ** 0.5) if whole else 0.0
+                gradients.append(gradient)
+                missing.append(gradient if through is None else gradient - through.detach())
+        sizes = norms([*missing, *gradients])
+        whole = math.hypot(*sizes[len(missing) :])
+        return math.hypot(*sizes[: len(missing)]) / whole if whole else 0.0
 
     def columns(self, w: int, z: Tensor) -> Products:
         return checked(self.columns_of({w: z})[w])

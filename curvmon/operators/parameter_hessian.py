@@ -101,6 +101,12 @@ class ParameterOperator(SymmetricOperator):
         every = range(len(self._parameters))
         return self._checked(self._block(every, every, z))
 
+    def unchecked(self, z: Tensor) -> Tensor:
+        every = range(len(self._parameters))
+        image = self._block(every, every, z)
+        self._spend(z.shape[1])
+        return image
+
     def hessian(self, z: Tensor) -> Tensor:
         """H z for one vector."""
         return self.matvec(z)
@@ -111,10 +117,17 @@ class ParameterOperator(SymmetricOperator):
 
     def ggn(self, z: Tensor) -> Tensor:
         """GGN z for one vector or the columns of a matrix n x k; only where `has_ggn`."""
+        return self._computed(z, self._ggn)
+
+    def unchecked_ggn(self, z: Tensor) -> Tensor:
+        """GGN Z for the columns of a matrix, as `unchecked`."""
+        image = self._ggn(z)
+        self._spend(z.shape[1])
+        return image
+
+    def _ggn(self, z: Tensor) -> Tensor:
         every = range(len(self._parameters))
-        return self._computed(
-            z, lambda matrix: self._images(matrix, every, lambda graph, parts, batched: graph.ggn(parts, batched))
-        )
+        return self._images(z, every, lambda graph, parts, batched: graph.ggn(parts, batched))
 
     def hessian_and_ggn(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """H Z and GGN Z for the columns of Z (n x k), at 4/3 of the cost of H Z; only where `has_ggn`."""

@@ -84,6 +84,10 @@ class LinearOperator(ABC):
             return self.template.new_zeros((self.shape[0], 0))
         return self._counted(z)
 
+    def unchecked(self, z: Tensor) -> Tensor:
+        """`matmat` for a caller who finds out whether the image is finite, which needs a synchronisation."""
+        return self.matmat(z)
+
     def matvec(self, z: Tensor) -> Tensor:
         """A z (m entries) for z (n entries).
 

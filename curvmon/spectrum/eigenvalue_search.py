@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvmon.numerics import gaussian, norm, small_sample_factor
-from curvmon.operators.protocol import SymmetricOperator, by_columns
+from curvmon.numerics import gaussian, norms, small_sample_factor
+from curvmon.operators.protocol import SymmetricOperator
 from curvmon.records import Density
-from curvmon.spectrum.krylov_space import KrylovSpace, RitzPairs
-
-Product = Callable[[Tensor], Tensor]
+from curvmon.spectrum.krylov_space import KrylovSpace, Products, RitzPairs
 
 EXTRA_VECTORS = 20
 """basis vectors beyond k; they bound the memory"""
@@ -25,6 +21,8 @@ FEW_DIMENSIONS = 2**16
 DENSITY_RUNS, DENSITY_STEPS = 4, 20
 FLOOR = 1e-4
 """share of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
+FEW_PRODUCTS = 10
+"""for the largest eigenvalue of another operator, when the limit is reached already"""
 MIN_VERIFICATION_STEPS = 8
 """products of another start before it may count as having no further eigenvalue"""
 
@@ -42,10 +40,7 @@ class Eigenpairs(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """When an eigenvalue counts as converged: its error is below a share of its own magnitude.
-
-    The error is the residual r: an eigenvalue lies within that distance. `by_gap`: min(r, r²/gap) instead, an estimate
-    to second order, where the gap is the distance to the next eigenvalue that is not wanted.
+    """An eigenvalue counts as converged if its residual, a bound of its error, is below a share of its own magnitude.
 
     Attributes:
         first: share for the largest eigenvalue.
@@ -53,17 +48,15 @@ class Accuracy(NamedTuple):
         smallest: share for the smallest eigenvalue; `smallest_floor` replaces its magnitude where that is smaller.
         smallest_floor: as a share of the largest magnitude. The smallest eigenvalue is often part of the bulk around
             zero: what matters is its size compared with λ_1.
-        by_gap: estimate the errors.
     """
 
     first: float
     others: float
     smallest: float
     smallest_floor: float = 1.0
-    by_gap: bool = False
 
     @classmethod
-    def of_residuals(cls, rtol: float) -> Accuracy:
+    def uniform(cls, rtol: float) -> Accuracy:
         return cls(rtol, rtol, rtol)
 
     def tolerances(self, values: Tensor, k: int) -> Tensor:
@@ -74,22 +67,6 @@ class Accuracy(NamedTuple):
         shares[:1], shares[k:] = self.first, self.smallest
         sizes[k:] = sizes[k:].clamp_min(self.smallest_floor * largest)
         return torch.maximum(shares * sizes, min(self.first, FLOOR) * largest)
-
-    def errors(self, ritz: RitzPairs, chosen: list[int], k: int) -> Tensor:
-        """Of the chosen Ritz values: the k largest and the smallest one."""
-        values, residuals = ritz.values, ritz.residuals
-        if not self.by_gap:
-            return residuals[chosen]
-        errors = []
-        for place, i in enumerate(chosen):
-            # the largest value that is not wanted, the smallest but one: with their own errors, they may be closer
-            other = len(values) - 1 - k if place < k else 1
-            gap = 0.0
-            if 0 <= other < len(values):
-                gap = (values[i] - values[other]).abs().item() - residuals[other].item()
-            r = residuals[i].item()
-            errors.append(r if gap <= r else r * r / gap)
-        return torch.tensor(errors, dtype=torch.float64, device="cpu")
 
 
 class EigenvalueSearch:
@@ -106,14 +83,25 @@ class EigenvalueSearch:
         limit: int,
         generator: torch.Generator,
         smallest: bool = True,
+        width: int = 1,
     ) -> None:
-        """`limit`: of all products of the operator. `smallest`: the smallest eigenvalue has to converge, too."""
+        """
+        Args:
+            operator: whose eigenvalues are searched.
+            k: number of the largest ones.
+            accuracy: when they count as converged.
+            limit: of all products of the operator.
+            generator: draws random vectors.
+            smallest: the smallest eigenvalue has to converge, too.
+            width: products that run in one launch.
+        """
         self._operator = operator
         self._k = min(k, operator.size)
         self._accuracy = accuracy
         self._limit = limit
         self._generator = generator
         self._required = self._k + 1 if smallest else self._k
+        self._width = width
         self.capacity = self._k + EXTRA_VECTORS - 3
         """vectors of one Krylov space"""
 
@@ -124,28 +112,31 @@ class EigenvalueSearch:
     def krylov_space(self, starts: Tensor | None) -> KrylovSpace:
         """Products until the k largest eigenvalues and the smallest one have converged, or to the limit.
 
-        First with all of the starting vectors (rows; None: a random one), then with one residual after the other.
+        First with all of the starting vectors (rows; None: a random one), then with the worst residual, or with as many
+        residuals as run in one launch.
         """
-        space = KrylovSpace(self._operator.matmat, self._random() if starts is None else starts)
+        space = KrylovSpace(self._operator.unchecked, self._random() if starts is None else starts)
         space.expand()
         while not space.exhausted and self._operator.products < self._limit:
             self._restart_if_full(space, self.capacity, self._k + 3, 2)
             ritz = space.ritz_pairs()
             chosen = _extremal(len(ritz.values), self._k, 1)
-            excess = self._errors_per_tolerance(ritz, chosen)[: self._required]
+            excess = self._residuals_per_tolerance(ritz, chosen)[: self._required]
             if len(chosen) > self._k and excess.max() <= 1:
                 break
-            space.expand(ritz.directions[:, [chosen[int(excess.argmax())]]])
+            few = min(self._width, len(space.front), self._limit - self._operator.products)
+            worst = [chosen[i] for i in excess.argsort(descending=True).tolist()]
+            space.expand(ritz.directions[:, worst[:few]])
         return space
 
-    def _errors_per_tolerance(self, ritz: RitzPairs, chosen: list[int]) -> Tensor:
-        return self._accuracy.errors(ritz, chosen, self._k) / self._accuracy.tolerances(ritz.values[chosen], self._k)
+    def _residuals_per_tolerance(self, ritz: RitzPairs, chosen: list[int]) -> Tensor:
+        return ritz.residuals[chosen] / self._accuracy.tolerances(ritz.values[chosen], self._k)
 
     def extract(self, space: KrylovSpace) -> Eigenpairs:
         """The Ritz pairs of a Krylov space, which is left with them alone."""
         ritz = space.ritz_pairs()
         chosen = _extremal(len(ritz.values), self._k, 1)
-        converged = self._errors_per_tolerance(ritz, chosen) <= 1
+        converged = self._residuals_per_tolerance(ritz, chosen) <= 1
         space.restart(ritz.coefficients[:, chosen])
         return Eigenpairs(ritz.values[chosen], ritz.residuals[chosen], space.basis.rows(), converged)
 
@@ -165,7 +156,7 @@ class EigenvalueSearch:
         """
         while len(pairs.values) < self._operator.size:
             scale = self._accuracy.tolerances(pairs.values, self._k).min().item()
-            space = KrylovSpace(self._operator.matmat, self._random(), locked=pairs.vectors)
+            space = KrylovSpace(self._operator.unchecked, self._random(), locked=pairs.vectors)
             converged = space.exhausted
             # the smallest eigenvalue counts only if it is required
             bottom = self._required - self._k
@@ -183,17 +174,16 @@ class EigenvalueSearch:
             pairs = merged
         return pairs, True
 
-    def largest(self, product: Product, start: Tensor) -> tuple[float, bool]:
+    def largest(self, products: Products, start: Tensor) -> tuple[float, bool]:
         """The largest eigenvalue of another operator and whether it has converged; `start` approximates its vector."""
         # an exact eigenvector, but of another eigenvalue, would end the search
-        space = KrylovSpace(partial(by_columns, product), self.perturbed(start))
-        while not space.exhausted and space.products < self._limit:
+        space = KrylovSpace(products, self.perturbed(start))
+        limit = max(FEW_PRODUCTS, self._limit - self._operator.products)
+        while not space.exhausted and space.products < limit:
             self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 0)
             space.expand()
             ritz = space.ritz_pairs()
-            chosen = _extremal(len(ritz.values), 1, 0)
-            error = self._accuracy.errors(ritz, chosen, 1).item()
-            if error <= self._accuracy.first * ritz.values.abs().max():
+            if ritz.residuals[-1] <= self._accuracy.first * ritz.values.abs().max():
                 return ritz.values[-1].item(), True
         return (space.ritz_pairs().values[-1].item() if space.products else 0.0), space.exhausted
 
@@ -205,7 +195,7 @@ class EigenvalueSearch:
         """
         values, weights = [], []
         for _ in range(DENSITY_RUNS):
-            space = KrylovSpace(self._operator.matmat, self._random())
+            space = KrylovSpace(self._operator.unchecked, self._random())
             while not space.exhausted and space.products < DENSITY_STEPS:
                 space.expand()
             ritz = space.ritz_pairs()
@@ -240,8 +230,18 @@ class EigenvalueSearch:
     def perturbed(self, start: Tensor) -> Tensor:
         """The start with a random component, as a row: it may be orthogonal to a new leading eigenvector."""
         random = self._random()
-        mixed: Tensor = start / norm(start) + 0.1 * random / norm(random)
+        sizes = norms([start, random])
+        mixed: Tensor = start / sizes[0] + 0.1 * random / sizes[1]
         return mixed
+
+    def around(self, start: Tensor) -> Tensor:
+        """Starting vectors for a search, as rows: `perturbed`, and random ones where several run in one launch."""
+        if self._width == 1:
+            return self.perturbed(start)
+        # a generator of their own: what follows draws the same numbers on every device
+        own = torch.Generator("cpu").manual_seed(1)
+        others = gaussian(self._operator.template.expand(self._operator.size), self._k, own).T
+        return torch.cat([self.perturbed(start), others])
 
     def _random(self) -> Tensor:
         """One row."""

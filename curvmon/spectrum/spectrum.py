@@ -122,7 +122,7 @@ def spectrum(
         seed=seed,
         optimizer=optimizer,
         groups=groups,
-        accuracy=Accuracy.of_residuals(rtol),
+        accuracy=Accuracy.uniform(rtol),
         max_hvps=max_hvps,
         verify=verify,
         smallest=smallest,
@@ -161,7 +161,7 @@ def run_spectrum(
         members = {} if groups is None else resolve_groups(operator.names, groups)
         gradient_norm = norm(operator.gradient)
         generator = torch.Generator("cpu").manual_seed(seed)
-        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest)
+        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest, operator.width)
         estimate: TraceAndStart | None = None
         # with few parameters, the probes of `deflated_trace` may span all directions
         if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
@@ -189,7 +189,7 @@ def run_spectrum(
             )
         ggn_eigenvalue = math.nan
         if ggn and operator.has_ggn:
-            ggn_eigenvalue, ggn_converged = search.largest(operator.ggn, pairs.vectors[0])
+            ggn_eigenvalue, ggn_converged = search.largest(operator.unchecked_ggn, pairs.vectors[0])
             if not ggn_converged:
                 notes.append(f"ggn_eigenvalue has not converged to {accuracy.first:.0%}")
         elif ggn:
@@ -261,16 +261,17 @@ def _compare_with_limit(
         return rule.limit, pairs.values[0].item() / rule.limit, rule.reason
     # a parameter that the optimizer does not update cannot make it unstable
     weights = rule.preconditioner or {p: torch.ones_like(p) for p in operator.originals if id(p) in updated}
-    root = operator.flat(weights, math.inf).rsqrt()
+    root = operator.flat(weights, math.inf).rsqrt().unsqueeze(1)
     if not root.any():
         return rule.limit, math.nan, "the optimizer updates none of these parameters"
-    decay = operator.flat(rule.decay, 0.0)
-    start = torch.where(root > 0, pairs.vectors[0] / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
+    decay = operator.flat(rule.decay, 0.0).unsqueeze(1)
+    first = pairs.vectors[0].unsqueeze(1)
+    start = torch.where(root > 0, first / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
 
     def preconditioned(z: Tensor) -> Tensor:
-        return root * (operator.hessian(root * z) + decay * root * z)
+        return root * (operator.unchecked(root * z) + decay * root * z)
 
-    top, converged = search.largest(preconditioned, start)
+    top, converged = search.largest(preconditioned, start.squeeze(1))
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
 
@@ -282,18 +283,18 @@ def _layerwise(
     findings: Findings,
     notes: list[str],
 ) -> TraceAndStart | None:
-    """The trace by layers where that works; what was found out about the network is kept in `findings`."""
+    """The trace by layers where that works; `findings` keeps whether it does."""
     key = operator.names
-    found = findings.get(key)
+    reason = findings.get(key)
     estimate: TraceAndStart | None = None
-    if found is None or found == WORKS:
+    if reason is None or reason == WORKS:
         try:
-            estimate = layerwise_trace(operator, generator, k, effort, found == WORKS)
-            found = "" if estimate is None else WORKS
+            estimate = layerwise_trace(operator, generator, k, effort, checked=reason == WORKS)
+            reason = "" if estimate is None else WORKS
         except LayerwiseError as error:
-            found = f"trace by probes of the whole Hessian, so with a larger error: {error}"
-    findings[key] = found
-    notes.extend([found] if found not in ("", WORKS) else [])
+            reason = f"trace by probes of the whole Hessian, so with a larger error: {error}"
+    findings[key] = reason
+    notes.extend([reason] if reason not in ("", WORKS) else [])
     return estimate
 
 
@@ -308,7 +309,7 @@ def _starts(
     if start is None:
         # the gradient of a trained network lies mostly in the span of the leading eigenvectors, and costs nothing
         single = operator.gradient if estimate is None else estimate
-        return search.perturbed(single) if single.any() else None
+        return search.around(single) if single.any() else None
     if isinstance(start, Tensor):
         if start.shape[:1] != (operator.size,) or not 1 <= start.ndim <= 2:
             raise InputError(f"start= has shape {tuple(start.shape)}, the parameters are {operator.size} numbers")

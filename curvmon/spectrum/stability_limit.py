@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from curvmon.errors import InputError
+from curvmon.numerics import norms
 
 NEGLIGIBLE = 1e-4
 """compared with the median size of gradients"""
@@ -116,9 +117,9 @@ def _idle(scales: Mapping[Tensor, Tensor]) -> list[Tensor]:
 
     Their second moments are rounding errors; divided by them, their curvature would appear as the largest of all.
     """
-    sizes = {parameter: scale.square().mean().sqrt().item() for parameter, scale in scales.items()}
-    median = statistics.median(sizes.values())
-    return [parameter for parameter, size in sizes.items() if size < NEGLIGIBLE * median]
+    sizes = [size / math.sqrt(p.numel()) for p, size in zip(scales, norms(list(scales.values())))]
+    median = statistics.median(sizes)
+    return [parameter for parameter, size in zip(scales, sizes) if size < NEGLIGIBLE * median]
 
 
 def _unknown(reason: str) -> StabilityLimit:

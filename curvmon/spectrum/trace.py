@@ -13,7 +13,7 @@ activations. A piecewise linear network has none, and a single probe shows it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,57 +21,11 @@ from torch import Tensor
 
 from curvmon.graph.autograd import differentiate, product
 from curvmon.graph.linear_layers import LayeredGraph
-from curvmon.graph.loss_curvature import MAX_COLUMNS, Factor, Layout, dense_factor, sample_weights, sketch
-from curvmon.numerics import gaussian, norm, precise, row_norms_squared, small_sample_factor
+from curvmon.graph.loss_curvature import MAX_COLUMNS, Factor, Layout, dense_factor, sketch
+from curvmon.numerics import gaussian, precise, row_norms_squared, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
+from curvmon.spectrum.layer_check import LayerCheck, combined, separable_layers
 from curvmon.spectrum.starting_vector import GradientSketches, joined, sketcher_for, start_cotangents
-
-TOLERANCE = 1e-4
-"""relative tolerance; rounding is 1e-6, and a missing path contributes as much as any other"""
-
-
-class LayerCheck:
-    """Checks that the layers of a network, differentiated one by one, give the gradient of the whole network.
-
-        J^T c = Σ_layers A(x)^T (d<c, out>/df)        c: one random cotangent; f = A(x) θ: the output of a layer
-
-    The left side is computed w.r.t. the parameters, the right side w.r.t. taps on the layers. They differ if a
-    parameter is used outside its layer (a gradient penalty uses the weights again, in the backward pass of the
-    network), or if the model computes something else in every forward pass. Cost: one backward pass for each side.
-
-    The right side is accumulated while the layered graphs are in use, then compared with the left side.
-    """
-
-    def __init__(self, operator: ParameterOperator) -> None:
-        self._operator = operator
-        self._cotangents: list[Tensor] = []
-        self._by_layers = operator.template.new_zeros(operator.size)
-
-    def graphs(self) -> Iterator[tuple[float, LayeredGraph]]:
-        """The layered graph of every batch with its weight in the loss."""
-        generator = torch.Generator("cpu").manual_seed(0)
-        for weight, layered in self._operator.layered():
-            outputs = layered.graph.outputs
-            layout = Layout(outputs, layered.samples, 0)
-            if layout.fits:
-                rows = gaussian(outputs[0].detach().new_zeros(layout.width), layered.samples, generator).T
-                self._cotangents.append(rows)
-                self._by_layers += self._pulled_back(layered, layout.tensors(rows))
-            yield weight, layered
-
-    def passed(self) -> bool:
-        """Whether both sides agree, once all of `graphs` were used."""
-        if len(self._cotangents) != self._operator.batches:
-            return False
-        expected = self._operator.pullback(self._cotangents)
-        return norm(expected - self._by_layers) <= TOLERANCE * norm(expected)
-
-    def _pulled_back(self, layered: LayeredGraph, cotangents: list[Tensor]) -> Tensor:
-        gradients = layered.gradients(cotangents)
-        pairs = list(zip(layered.rest, gradients[len(layered.layers) :]))
-        for layer, gradient in zip(layered.layers, gradients):
-            pairs += layer.pulled_back(gradient)
-        return self._operator.gathered(pairs)
 
 
 class Effort(NamedTuple):
@@ -93,7 +47,7 @@ class Effort(NamedTuple):
 
 
 FULL = Effort(None, 10, 10, by_samples=False)
-COARSE = Effort(3, 2, 4, by_samples=True)
+COARSE = Effort(1, 2, 4, by_samples=True)
 """for curves in a dashboard: a standard error of a few percent"""
 MIN_SKETCHES = 4
 """draws where no column can be taken by itself"""
@@ -219,7 +173,7 @@ def gauss_newton_trace(
     factor = dense_factor(layout, loss_curvature, graph.outputs[0].detach()) if layout.width <= MAX_COLUMNS else None
     if factor is not None:
         if not checked:
-            separable = _separable_layers(layered, layout, layout.tensors(_combined(factor.columns)))
+            separable = separable_layers(layered, layout, layout.tensors(combined(factor.columns)))
         if checked or (len(separable) == len(layered.layers) and not layered.rest):
             return _by_columns(layered, layout, factor, generator, weight, sketch_seed, effort)
         if effort.by_samples or (factor.signs < 0).any():
@@ -232,7 +186,7 @@ def gauss_newton_trace(
         root = None if effort.by_samples else sketch(layout, graph.outputs, loss_curvature)
         if root is None:
             return None
-        separable = _separable_layers(layered, layout, root.draw(generator))
+        separable = separable_layers(layered, layout, root.draw(generator))
 
         def draw() -> list[Tensor]:
             return root.draw(generator)
@@ -302,8 +256,8 @@ def remainder_trace(layered: LayeredGraph, generator: torch.Generator, probes: i
 
     def entries(like: Tensor) -> Tensor:
         # signs have the least variance, but cancel exactly (T = [[1, -1], [-1, 1]]): squares between 1/2 and 3/2
-        normal = gaussian(like, 1, generator).reshape(like.shape)
-        return normal.sign() * (0.5 + torch.erf(normal.abs() / math.sqrt(2))).sqrt()
+        normal = gaussian(like.new_empty(like.shape, device="cpu"), 1, generator).reshape(like.shape)
+        return (normal.sign() * (0.5 + torch.erf(normal.abs() / math.sqrt(2))).sqrt()).to(like.device)
 
     samples: list[Tensor] = []
     for _ in range(probes):
@@ -316,35 +270,6 @@ def remainder_trace(layered: LayeredGraph, generator: torch.Generator, probes: i
         samples.append(torch.stack(inner).sum())
     values = torch.stack(samples).cpu().double()
     return TraceEstimate(values.mean().item(), _standard_error(values), products=probes)
-
-
-def _combined(columns: Tensor) -> Tensor:
-    """A random combination of all columns: samples may interact in a single one."""
-    weights = gaussian(columns[:, 0, 0], 1, torch.Generator("cpu").manual_seed(0))
-    return (columns * weights.unsqueeze(2)).sum(0)
-
-
-def _separable_layers(layered: LayeredGraph, layout: Layout, column: list[Tensor]) -> list[int]:
-    """The layers in which samples do not interact: weights on the samples become weights on the gradient's rows."""
-    weights = sample_weights(layout.samples)
-    rows = layout.rows(column)
-    taps = [layer.tap for layer in layered.layers]
-    plain = product(layered.graph.outputs, taps, column)
-    weighted = product(layered.graph.outputs, taps, layout.tensors(rows * weights.to(rows).unsqueeze(1)))
-    candidates, errors = [], []
-    for i, (layer, one, other) in enumerate(zip(layered.layers, plain, weighted)):
-        if layer.has_sample_rows(layout.samples):
-            each = weights.to(one).repeat_interleave(len(one) // layout.samples).reshape(-1, *[1] * (one.ndim - 1))
-            # the largest entries first: squares of tiny gradients would underflow
-            largest = other.abs().max()
-            scaled = [x / torch.where(largest > 0, largest, 1.0) for x in (other - each * one, other)]
-            errors.append(torch.stack([torch.linalg.vector_norm(x) for x in scaled]))
-            candidates.append(i)
-    if not candidates:
-        return []
-    limit = 10 * torch.finfo(plain[candidates[0]].dtype).eps
-    sizes = torch.stack(errors).cpu()
-    return [i for i, (size, whole) in zip(candidates, sizes.tolist()) if size <= limit * whole]
 
 
 def _norms_by_sample(layered: LayeredGraph, gradients: list[Tensor]) -> Tensor:

@@ -205,9 +205,17 @@ def fit(
 
 
 def history(monitor: CurvatureMonitor) -> list[dict[str, Tensor]]:
+    return [{metric: getattr(found, metric) for metric in METRICS} for found in monitor.history]
+
+
+def searches(monitor: CurvatureMonitor) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues of both ends and trace, with their errors; a search on a device takes other steps than on a CPU."""
     return [
-        {metric: getattr(found, metric) for metric in METRICS} | {"eigenvalues": spectrum.eigenvalues}
-        for found, spectrum in zip(monitor.history, monitor.spectra, strict=True)
+        (
+            torch.tensor([*found.eigenvalues.tolist(), found.smallest, found.trace]),
+            torch.tensor([*found.residuals.tolist(), found.smallest_residual, found.trace_stderr]),
+        )
+        for found in monitor.spectra
     ]
 
 
@@ -222,6 +230,7 @@ def whole_fit(network: str) -> dict[str, Any]:
     found["pass"] = passes(SETTINGS[network]())
     found["counts"] = [one.totals for one in counts]
     found["device"], found["host"] = history(monitor), history(on_host)
+    found["searches"] = searches(monitor), searches(on_host)
     return found
 
 

@@ -200,6 +200,18 @@ def test_warm_start_takes_fewer_products() -> None:
         curvmon.spectrum(mlp(5, 3, 2), batch, loss=loss, start=cold)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_warm_start_at_the_same_weights_takes_one_product_per_vector(name: str) -> None:
+    model, batch = make(name)
+    options: dict[str, Any] = {"loss": LOSSES["cross-entropy"], "k": 3, "ggn": False, "trace": False, "verify": False}
+    cold = curvmon.spectrum(model, batch, **options)
+    for start in (cold, cold.start_vectors()):
+        warm = curvmon.spectrum(model, batch, start=start, **options)
+        assert warm.hvps == 3 + 1 < cold.hvps and warm.converged.all() and warm.smallest_converged
+        torch.testing.assert_close(warm.eigenvalues, cold.eigenvalues, rtol=1e-5, atol=0)
+        assert warm.smallest == pytest.approx(cold.smallest, abs=1e-5 * cold.sharpness)
+
+
 def restarted(space: KrylovSpace, capacity: int, top: int, bottom: int) -> None:
     """As a search restarts: with the largest and the smallest Ritz vectors."""
     if len(space.basis) >= capacity:

@@ -16,7 +16,7 @@ from torch.func import functional_call
 import curvmon
 from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.krylov_space import KrylovSpace
-from curvmon.spectrum.trace import LayerCheck
+from curvmon.spectrum.layer_check import LayerCheck
 from tests.helpers.spectrum_cases import Through
 
 SAMPLES = 16
