@@ -39,6 +39,8 @@ BATCHED_BYTES = 2**31
 """most memory for the activations of all products that run at once"""
 SAME_LOSS = 1e-3
 """Largest relative difference of a loss between two forward passes of the same batch: rounding on a device."""
+REPEATABLE = 1e-5
+"""up to this relative difference, a model without a state computes the same again"""
 
 
 class ParameterOperator(SymmetricOperator):
@@ -148,15 +150,18 @@ class ParameterOperator(SymmetricOperator):
             check_finite([image])  # the sum alone may overflow
         return image
 
-    def layered(self, repeatable: bool = False) -> Iterator[tuple[float, LayeredGraph]]:
+    def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
         """The weight of every batch, and its loss as a function of taps on the layers; only where `has_ggn`.
 
-        `repeatable`: every forward pass is known to be the same. Then the graph for products is dropped, and built
-        again when it is needed: both together take much memory.
+        Where another forward pass gives the same, the graph for products is dropped, and built again when it is needed:
+        both together take too much memory.
         """
-        if repeatable:
-            self._kept = None
-        return self._layered({self.names[i]: self._parameters[i] for i in self._once})
+        for weight, layered in self._layered({self.names[i]: self._parameters[i] for i in self._once}):
+            kept = self._kept
+            if kept is not None and _relative_difference(kept.loss, layered.graph.loss.item()) <= REPEATABLE:
+                self._kept = None
+            del kept
+            yield weight, layered
 
     @property
     def batches(self) -> int:
@@ -200,11 +205,11 @@ class ParameterOperator(SymmetricOperator):
             if len(self._losses) == 1:
                 self._kept = graph
             first = self._losses_before.setdefault(index, graph.loss)
-            if len(self._losses) > 1 and abs(graph.loss - first) > SAME_LOSS * max(abs(graph.loss), abs(first)):
+            if _relative_difference(graph.loss, first) > SAME_LOSS:
                 raise LossError(
                     f"the loss of the same batch is {first:.6g} and then {graph.loss:.6g}: the model or the loss has a "
-                    f"state or a random generator of its own that a forward pass changes, and more_batches takes "
-                    f"several passes; reset it at the start of loss(model, batch), or do not pass more_batches"
+                    f"state or a random generator of its own that a forward pass changes, and several passes are "
+                    f"needed; reset it at the start of loss(model, batch), or do not pass more_batches"
                 )
             yield weight, graph
 
@@ -231,6 +236,10 @@ class ParameterOperator(SymmetricOperator):
         many = vectors.shape[:-1]
         parts = zip(torch.split(vectors, [self.sizes[i] for i in columns], dim=-1), columns)
         return [part.reshape((*many, *self._parameters[i].shape)).to(self._parameters[i]) for part, i in parts]
+
+
+def _relative_difference(one: float, other: float) -> float:
+    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
 
 
 def _both(graph: BatchGraph, z: Sequence[Tensor], batched: bool) -> list[Tensor]:

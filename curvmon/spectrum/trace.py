@@ -98,7 +98,7 @@ def layerwise_trace(
         LayerwiseError: if the layers cannot be run one by one, or do not make up the network.
     """
     check = LayerCheck(operator)
-    graphs = operator.layered(repeatable=True) if checked else check.graphs()
+    graphs = operator.layered() if checked else check.graphs()
     try:
         estimate = trace_of_parts(graphs, generator, k > 0, effort, checked)
     except torch.OutOfMemoryError:
