@@ -93,6 +93,7 @@ class ParameterOperator(SymmetricOperator):
             functions.update(graph.custom_functions())
             self._once &= graph.used_once()
         self._in_batches = InBatches(_width(entries, self.template) if batches_products(batched, self.device) else 1)
+        self.gradient = self.gradient.as_subclass(Tensor)  # of the batch's own class, maybe
         if not depends:
             raise LossError("the loss does not depend on any trainable parameter of the model; is it detached?")
         self.custom_functions = sorted(functions)
@@ -157,10 +158,8 @@ class ParameterOperator(SymmetricOperator):
         both together take too much memory.
         """
         for weight, layered in self._layered({self.names[i]: self._parameters[i] for i in self._once}):
-            kept = self._kept
-            if kept is not None and _relative_difference(kept.loss, layered.graph.loss.item()) <= REPEATABLE:
+            if self._kept and _relative_difference(self._kept.loss, layered.graph.loss.item()) <= REPEATABLE:
                 self._kept = None
-            del kept
             yield weight, layered
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from curvmon.errors import InputError
 from curvmon.graph.arguments import check_budget, check_integer
 from curvmon.numerics import norm, norms
+from curvmon.operators.batching import Batched, check_batched
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
@@ -48,6 +49,7 @@ def spectrum(
     max_hvps: int = 300,
     verify: bool = True,
     smallest: bool = True,
+    batched: Batched = "auto",
     on_product: Callable[[int], None] | None = None,
 ) -> Spectrum:
     """The k largest eigenvalues of H = d²L/dθ² and the smallest one, its trace, and the top Gauss-Newton eigenvalue.
@@ -88,6 +90,8 @@ def spectrum(
         max_hvps: most HVPs for the eigenvalues; those that have not converged by then are marked.
         verify: search for missing eigenvalues; costs about as much as the first search.
         smallest: continue until the smallest eigenvalue has converged, too; otherwise it is the estimate at that point.
+        batched: several HVPs in one launch (True), one by one (False), or "auto": several on accelerators. Then the
+            search starts with several vectors and takes more HVPs, in fewer launches.
         on_product: called with the number of HVPs as they are made, for a progress bar.
 
     Raises:
@@ -106,6 +110,7 @@ def spectrum(
         (torch.Size([3]), True)
     """
     check_budget(rtol, max_hvps, seed)
+    check_batched(batched)
     for name, value in (("k", k), ("max_hvps", max_hvps)):
         check_integer(name, value)
         if value < 1:
@@ -128,6 +133,7 @@ def spectrum(
         smallest=smallest,
         effort=FULL,
         layerwise={},
+        batched=batched,
         on_product=on_product,
     )
 
@@ -151,12 +157,13 @@ def run_spectrum(
     smallest: bool,
     effort: Effort,
     layerwise: Findings,
+    batched: Batched = "auto",
     on_product: Callable[[int], None] | None,
 ) -> Spectrum:
     """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be, and keeps `layerwise`."""
     began = time.perf_counter()
     notes: list[str] = []
-    with open_parameters(model, batches, loss=loss, on_product=on_product) as operator:
+    with open_parameters(model, batches, loss=loss, on_product=on_product, batched=batched) as operator:
         notes.extend(operator.notes)
         members = {} if groups is None else resolve_groups(operator.names, groups)
         gradient_norm = norm(operator.gradient)

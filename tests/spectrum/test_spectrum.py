@@ -212,6 +212,17 @@ def test_warm_start_at_the_same_weights_takes_one_product_per_vector(name: str) 
         assert warm.smallest == pytest.approx(cold.smallest, abs=1e-5 * cold.sharpness)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_batched_products_give_the_same(name: str) -> None:
+    model, batch = make(name)
+    options: dict[str, Any] = {"loss": LOSSES["cross-entropy"], "k": 3}
+    one, several = (curvmon.spectrum(model, batch, batched=batched, **options) for batched in (False, True))
+    torch.testing.assert_close(several.eigenvalues, one.eigenvalues, rtol=1e-4, atol=1e-6)
+    assert several.smallest == pytest.approx(one.smallest, abs=1e-4 * one.sharpness)
+    assert several.ggn_eigenvalue == pytest.approx(one.ggn_eigenvalue, rel=1e-3)
+    assert abs(several.trace - one.trace) <= 4 * math.hypot(several.trace_stderr, one.trace_stderr) + 1e-5
+
+
 def restarted(space: KrylovSpace, capacity: int, top: int, bottom: int) -> None:
     """As a search restarts: with the largest and the smallest Ritz vectors."""
     if len(space.basis) >= capacity:
@@ -289,6 +300,12 @@ def test_model_is_unchanged_and_half_precision_works() -> None:
     assert model.training and all(p.grad is None and p.requires_grad for p in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_batched_must_be_a_choice() -> None:
+    model, batch = make("mlp")
+    with pytest.raises(curvmon.InputError, match='batched must be True, False or "auto"'):
+        curvmon.spectrum(model, batch, loss=LOSSES["mse"], batched="yes")  # type: ignore[arg-type]
 
 
 def test_invalid_arguments_raise() -> None:
