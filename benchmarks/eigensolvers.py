@@ -95,13 +95,13 @@ def counted_products() -> Iterator[list[int]]:
     count = [0]
 
     def wrap(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def counting(self: ParameterOperator, vectors: Tensor) -> Tensor:
+        def counting(self: ParameterOperator, rows: Any, columns: Any, vectors: Tensor) -> Tensor:
             count[0] += vectors.shape[1]
-            return original(self, vectors)
+            return original(self, rows, columns, vectors)
 
         return counting
 
-    with replaced(ParameterOperator, "_columns", wrap):
+    with replaced(ParameterOperator, "_block", wrap):
         yield count
 
 
