@@ -11,6 +11,7 @@ so that memory is that of one batch.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ class ParameterOperator(SymmetricOperator):
         both together take too much memory.
         """
         for weight, layered in self._layered({self.names[i]: self._parameters[i] for i in self._once}):
-            if self._kept and _relative_difference(self._kept.loss, layered.graph.loss.item()) <= REPEATABLE:
+            if self._kept and math.isclose(self._kept.loss, layered.graph.loss.item(), rel_tol=REPEATABLE):
                 self._kept = None
             yield weight, layered
 
@@ -204,7 +205,7 @@ class ParameterOperator(SymmetricOperator):
             if len(self._losses) == 1:
                 self._kept = graph
             first = self._losses_before.setdefault(index, graph.loss)
-            if _relative_difference(graph.loss, first) > SAME_LOSS:
+            if not math.isclose(graph.loss, first, rel_tol=SAME_LOSS):
                 raise LossError(
                     f"the loss of the same batch is {first:.6g} and then {graph.loss:.6g}: the model or the loss has a "
                     f"state or a random generator of its own that a forward pass changes, and several passes are "
@@ -235,10 +236,6 @@ class ParameterOperator(SymmetricOperator):
         many = vectors.shape[:-1]
         parts = zip(torch.split(vectors, [self.sizes[i] for i in columns], dim=-1), columns)
         return [part.reshape((*many, *self._parameters[i].shape)).to(self._parameters[i]) for part, i in parts]
-
-
-def _relative_difference(one: float, other: float) -> float:
-    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
 
 
 def _both(graph: BatchGraph, z: Sequence[Tensor], batched: bool) -> list[Tensor]:

@@ -26,8 +26,8 @@ class LayerCheck:
         J^T c = Σ_layers A(x)^T (d<c, out>/df)        c: one random cotangent; f = A(x) θ: the output of a layer
 
     The left side is computed w.r.t. the parameters, the right side w.r.t. taps on the layers. They differ if a
-    parameter is used outside its layer (a gradient penalty uses the weights again, in the backward pass of the
-    network), or if the model computes something else in every forward pass. Cost: one backward pass for each side.
+    parameter is used outside its layer and the graph does not show it, or if the model computes something else in every
+    forward pass. Cost: one backward pass for each side.
 
     The right side is accumulated while the layered graphs are in use, then compared with the left side.
     """
