@@ -320,6 +320,11 @@ class _InputProxy(torch.autograd.Function):
         return gradient
 
 
+def without_values(x: Tensor) -> Tensor:
+    """Zeros in place of x, with the graph of x."""
+    return _apply(_InputProxy, x)
+
+
 class _ActivationGradient(torch.autograd.Function):
     """g f'(x), as a function of g and x."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvmon.errors import InputError
 from curvmon.graph.autograd import bypassed, custom_functions, differentiate, product
+from curvmon.graph.efficient_operations import without_values
 from curvmon.graph.linear_layers import used_once
 from curvmon.graph.loss_curvature import Layout
 from curvmon.graph.taps import TappedGraph
@@ -53,11 +54,14 @@ class BatchGraph:
     def depends(self) -> bool:
         return any(g is not None for g in self._gradients)
 
-    def gradient(self) -> list[Tensor]:
+    def take_gradient(self) -> list[Tensor]:
+        """The values of the gradient, which are not kept: products need its graph alone."""
         if any(g is not None and g.layout is not torch.strided for g in self._gradients):
             raise InputError("a gradient is sparse (nn.Embedding(sparse=True)); set sparse=False for the measurement")
         pairs = zip(self._gradients, self._parameters)
-        return [torch.zeros_like(p) if g is None else g.detach() for g, p in pairs]
+        values = [torch.zeros_like(p) if g is None else g.detach() for g, p in pairs]
+        self._gradients = [None if g is None else without_values(g) for g in self._gradients]
+        return values
 
     def custom_functions(self) -> list[str]:
         return custom_functions([self._graph.loss, *(g for g in self._gradients if g is not None)])

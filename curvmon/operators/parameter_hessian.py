@@ -88,7 +88,7 @@ class ParameterOperator(SymmetricOperator):
         for weight, graph in self._graphs():
             self.loss += weight * graph.loss
             depends |= graph.depends
-            self.gradient += weight * torch.cat([g.reshape(-1).to(self.template) for g in graph.gradient()])
+            self.gradient += weight * torch.cat([g.reshape(-1).to(self.template) for g in graph.take_gradient()])
             self.has_ggn &= graph.has_ggn
             entries = max(entries, graph.entries)
             functions.update(graph.custom_functions())
@@ -163,6 +163,10 @@ class ParameterOperator(SymmetricOperator):
                 self._kept = None
             yield weight, layered
 
+    def close(self) -> None:
+        """Free the graph."""
+        self._kept = None
+
     @property
     def batches(self) -> int:
         return len(self._losses)
@@ -202,6 +206,8 @@ class ParameterOperator(SymmetricOperator):
     def _graphs(self) -> Iterator[tuple[float, BatchGraph]]:
         for index, (weight, build) in enumerate(self._losses):
             graph = self._kept or BatchGraph(build(), self._parameters)
+            if self._kept is None and index in self._losses_before:
+                graph.take_gradient()  # it is known
             if len(self._losses) == 1:
                 self._kept = graph
             first = self._losses_before.setdefault(index, graph.loss)
@@ -295,7 +301,11 @@ def _opened(
         shares = _shares(batches)
         losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
         originals = list(trainable.values())
-        yield ParameterOperator(losses, parameters, originals, layered, isolation.notes, on_product, batched)
+        operator = ParameterOperator(losses, parameters, originals, layered, isolation.notes, on_product, batched)
+        try:
+            yield operator
+        finally:
+            operator.close()
 
 
 def _width(entries: int, like: Tensor) -> int:

@@ -17,7 +17,7 @@ basis loses orthogonality as soon as a Ritz pair converges (Paige 1971). A resta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,9 +29,12 @@ from curvmon.numerics import NOT_FINITE, precise_dtype
 Products = Callable[[Tensor], Tensor]
 """images of the columns of a matrix"""
 ROWS = 8
-"""vectors that are allocated at a time"""
-CHUNK = 2**20
-"""entries of the vectors that are combined at a time"""
+"""most vectors that are allocated at a time"""
+BLOCK = 2**23
+"""entries of the vectors that are allocated at a time, unless a single one has more"""
+CHUNK = 2**16
+"""Entries of the vectors that are combined at a time on a CPU: they stay in its cache. Inner products of chunks are
+summed in double precision; over millions of entries single precision loses three digits."""
 CANCELLATION = 0.1
 """what remains of a vector after a projection is projected again if it is shorter than this share of the vector"""
 
@@ -57,6 +60,7 @@ class Vectors:
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self._rows = max(1, min(ROWS, BLOCK // max(size, 1)))
         self._blocks: list[Tensor] = []
         self.count = 0
 
@@ -65,41 +69,28 @@ class Vectors:
 
     def append(self, rows: Tensor) -> None:
         for row in rows:
-            if self.count % ROWS == 0:
-                self._blocks.append(row.new_empty((ROWS, self._size)))
-            self._blocks[-1][self.count % ROWS] = row
+            if self.count % self._rows == 0:
+                self._blocks.append(row.new_empty((self._rows, self._size)))
+            self._blocks[-1][self.count % self._rows] = row
             self.count += 1
 
     def filled(self) -> list[Tensor]:
         """The matrices without their unused rows."""
-        return [block[: self.count - i * ROWS] for i, block in enumerate(self._blocks)]
+        return [block[: self.count - i * self._rows] for i, block in enumerate(self._blocks)]
 
     def rows(self) -> list[Tensor]:
         return [row for block in self.filled() for row in block]
-
-    def dot(self, rows: Tensor) -> Tensor:
-        """Inner products of all vectors with the given ones, count x given."""
-        return torch.cat([block @ rows.T for block in self.filled()]) if self.count else rows.new_zeros((0, len(rows)))
-
-    def combined(self, coefficients: Tensor) -> Tensor:
-        """Linear combinations as rows, one for each column of the coefficients (count x combinations)."""
-        blocks = self.filled()
-        parts = torch.split(coefficients, [len(block) for block in blocks])
-        total = parts[0].T @ blocks[0]
-        for part, block in zip(parts[1:], blocks[1:]):
-            total.addmm_(part.T, block)
-        return total
 
     def replace(self, coefficients: Tensor) -> None:
         """Overwrite the vectors with linear combinations of them (count x fewer), in their memory."""
         blocks, fewer = self.filled(), coefficients.shape[1]
         weights = coefficients.T.to(blocks[0])
-        for start in range(0, self._size, CHUNK):
-            rows = weights @ torch.cat([block[:, start : start + CHUNK] for block in blocks])
-            for block, part in zip(blocks, torch.split(rows, ROWS)):
-                block[: len(part), start : start + CHUNK] = part
+        for chunk in _chunks(blocks[0]):
+            rows = weights @ torch.cat([block[:, chunk] for block in blocks])
+            for block, part in zip(blocks, torch.split(rows, self._rows)):
+                block[: len(part), chunk] = part
         self.count = fewer
-        del self._blocks[-(-fewer // ROWS) :]
+        del self._blocks[-(-fewer // self._rows) :]
 
 
 class KrylovSpace:
@@ -125,9 +116,8 @@ class KrylovSpace:
         self.projected = torch.zeros((0, 0), dtype=torch.float64, device="cpu")
         self._scale = self._asymmetry = 0.0
         self.products = 0
-        lengths = torch.linalg.vector_norm(starts, dim=1, keepdim=True, dtype=precise_dtype(starts))
-        rest = self.orthogonalised(starts / lengths.clamp_min(torch.finfo(starts.dtype).tiny).to(starts))
-        self.front = _orthonormal(rest, _on_host(rest @ rest.T))[0][: self._dimension]
+        rest = self.orthogonalised(_normalized(starts, _lengths(starts)))
+        self.front = _orthonormal(rest, _on_host(_inner([rest], rest)))[0][: self._dimension]
         self._coupling = torch.zeros((len(self.front), 0), dtype=torch.float64, device="cpu")
         """C"""
 
@@ -165,9 +155,8 @@ class KrylovSpace:
             self._coupling = rotation @ self._coupling
         fresh, kept = self.front[:few], self.front[few:]
         expected, coupling = self._coupling[:few], self._coupling[few:]
-        images = self._products(fresh.T).T
+        inner, lengths, rest, gram = self._projected_out(self._products(fresh.T).T)
         self.products += few
-        inner, lengths, rest, gram = self._projected_out(images)
         old = len(self.basis)
         above, own, aside = torch.split(inner, [old, few, len(kept)])
         self._scale = max(self._scale, lengths.max().item())
@@ -190,27 +179,28 @@ class KrylovSpace:
 
     def orthogonalised(self, rows: Tensor) -> Tensor:
         """Rows without their projections on the locked vectors and the basis."""
+        rows = rows.clone()
         for _ in range(2):  # cancellation in the first projection leaves components behind
             for vectors in (self._locked, self.basis):
                 if len(vectors):
-                    rows = rows - vectors.combined(vectors.dot(rows))
+                    _subtract(rows, vectors.filled(), _inner(vectors.filled(), rows))
         return rows
 
     def _projected_out(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inner products with basis and front, lengths, what remains of the images of unit length, its Gram matrix."""
-        before = torch.linalg.vector_norm(images, dim=1, dtype=precise_dtype(images)).to(images)
-        # if the loss is scaled by 1e-20, squares would underflow in single precision
-        rest = images / before.clamp_min(torch.finfo(images.dtype).tiny).unsqueeze(1)
-        few, old = len(images), len(self.basis)
+        before = _lengths(images)
+        rest = _normalized(images, before)
+        del images  # its memory
+        few, old = len(rest), len(self.basis)
         total = torch.zeros((old + len(self.front), few), dtype=torch.float64, device="cpu")
+        own, locked = [*self.basis.filled(), self.front], self._locked.filled()
         for is_last in (False, True):
-            inner = torch.cat([self.basis.dot(rest), self.front @ rest.T])
-            rest = rest - inner[old:].T @ self.front
-            for vectors, weights in ((self.basis, inner[:old]), (self._locked, self._locked.dot(rest))):
-                if len(vectors):
-                    rest -= vectors.combined(weights)
+            inner = _inner(own, rest)
+            _subtract(rest, own, inner)
+            if locked:
+                _subtract(rest, locked, _inner(locked, rest))
             # one copy to the host
-            numbers = _on_host(torch.cat([inner.flatten(), (rest @ rest.T).flatten(), before]))
+            numbers = _on_host(torch.cat([inner.flatten(), _inner([rest], rest).flatten(), before.to(inner)]))
             if not torch.isfinite(numbers).all():
                 raise NonFiniteError(NOT_FINITE)
             flat, gram, lengths = torch.split(numbers, [inner.numel(), few**2, few])
@@ -239,8 +229,42 @@ def _orthonormal(rows: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
         rows = (vectors / values.sqrt()).T.mul(scale).to(rows) @ rows
         if len(rows) <= 1 or values[0] > 0.1:
             break
-        gram = _on_host(rows @ rows.T)
+        gram = _on_host(_inner([rows], rows))
     return rows, shares
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    """Parts of the columns; on an accelerator all of them, because every operation takes a launch."""
+    size = rows.shape[1]
+    step = CHUNK if rows.device.type == "cpu" else max(size, 1)
+    return (slice(start, start + step) for start in range(0, size, step))
+
+
+def _inner(matrices: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Inner products of the rows of all matrices with the given ones."""
+    parts = [torch.cat([matrix[:, chunk] @ rows[:, chunk].T for matrix in matrices]) for chunk in _chunks(rows)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=precise_dtype(rows))
+
+
+def _subtract(rows: Tensor, matrices: Sequence[Tensor], coefficients: Tensor) -> None:
+    """rows -= C^T M in place, for the rows of all matrices M, without a tensor in their size."""
+    weights = torch.split(coefficients.T.to(rows), [len(matrix) for matrix in matrices], dim=1)
+    for chunk in _chunks(rows):
+        part = rows[:, chunk]
+        for weight, matrix in zip(weights, matrices):
+            part.addmm_(weight, matrix[:, chunk], alpha=-1)
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """If the loss is scaled by 1e-20, squares would underflow in single precision."""
+    dtype = precise_dtype(rows)
+    parts = [torch.linalg.vector_norm(rows[:, chunk], dim=1, dtype=dtype) for chunk in _chunks(rows)]
+    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
+
+
+def _normalized(rows: Tensor, lengths: Tensor) -> Tensor:
+    """A new tensor, whose rows have unit length."""
+    return rows / lengths.to(rows).clamp_min(torch.finfo(rows.dtype).tiny).unsqueeze(1)
 
 
 def _on_host(x: Tensor) -> Tensor:
