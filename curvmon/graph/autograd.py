@@ -41,6 +41,7 @@ def differentiate(
     cotangents: Sequence[Tensor] | None = None,
     create_graph: bool = False,
     batched: bool = False,
+    keep_graph: bool = True,
 ) -> list[Tensor | None]:
     """`autograd.grad` that keeps the graph; None where the graph has no path and the derivative is zero."""
     if not variables or not any(f.requires_grad for f in functions):
@@ -49,7 +50,7 @@ def differentiate(
 
     def gradients(cotangents: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         results = torch.autograd.grad(
-            functions, variables, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True
+            functions, variables, cotangents, keep_graph, create_graph, allow_unused=True
         )
         unused[:] = (i for i, result in enumerate(results) if result is None)
         return tuple(result for result in results if result is not None)

@@ -20,6 +20,8 @@ from curvmon.monitor.batch_samples import halves
 from curvmon.monitor.fallbacks import is_out_of_memory
 from curvmon.monitor.settings import Settings
 from curvmon.operators.batching import batches_products
+from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
+from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.pairs.measure import run_measurement
 from curvmon.records import Measurement, Spectrum
 from curvmon.spectrum.eigenvalue_search import Accuracy
@@ -30,7 +32,7 @@ Loss = Callable[[Any, Any], Tensor]
 OnProduct = Callable[[int], None]
 """called with the number of HVPs that were just computed"""
 Result = TypeVar("Result")
-ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.05)
+ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.1)
 """finer than a curve in a dashboard can show"""
 MAX_START_BLOCK = 2**28
 """entries of the vectors that start the next search: 1 GiB of the host's memory"""
@@ -92,7 +94,19 @@ def measure_spectrum(
     if start is not None and not 0 < torch.linalg.vector_norm(start).item() < float("inf"):
         start = None
 
+    findings = {} if findings is None else findings
+    skipped = ("differences",)
+
     def search(parts: Sequence[Any]) -> Spectrum:
+        if skipped not in findings:
+            try:
+                return search_with(DifferenceOperator, parts)
+            except DifferencesError as error:
+                findings[skipped] = str(error)
+        result = search_with(ParameterOperator, parts)
+        return replace(result, notes=(*result.notes, f"HVPs from second derivatives: {findings[skipped]}"))
+
+    def search_with(kind: type[ParameterOperator], parts: Sequence[Any]) -> Spectrum:
         return run_spectrum(
             model,
             parts,
@@ -110,7 +124,8 @@ def measure_spectrum(
             verify=False,
             smallest=True,
             effort=COARSE,
-            layerwise={} if findings is None else findings,
+            layerwise=findings,
+            kind=kind,
             on_product=on_product,
         )
 
@@ -119,7 +134,7 @@ def measure_spectrum(
         result = replace(result, notes=(*result.notes, "trace and Gauss-Newton eigenvalue skipped to save time"))
     device = result.eigenvectors.device
     # a block takes more products than a single vector, but fewer launches
-    many = batches_products("auto", device) and result.eigenvectors.numel() <= MAX_START_BLOCK
+    many = skipped in findings and batches_products("auto", device) and result.eigenvectors.numel() <= MAX_START_BLOCK
     # on the CPU: until the next measurement, training needs the memory of the device
     return result.without_vectors(), (result.start_vectors() if many else result.start_vector()).cpu()
 

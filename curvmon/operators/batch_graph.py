@@ -32,38 +32,41 @@ class BatchGraph:
         has_ggn: the outputs that enter the loss were recognised, and nothing bypasses them.
     """
 
-    def __init__(self, graph: TappedGraph, parameters: list[Tensor]) -> None:
+    def __init__(self, graph: TappedGraph, parameters: list[Tensor], differentiable: bool = True) -> None:
+        """`differentiable`: the gradient has a graph, for products with the Hessian."""
         self._graph = graph
         self._parameters = parameters
         self.loss = graph.loss.item()
         self.entries = graph.operations.entries
         self.has_ggn = bool(graph.outputs) and not bypassed(graph.loss, parameters, graph.output_taps)
         self._cotangents: list[Tensor] = []
-        if not self.has_ggn:
-            self._gradients = differentiate([graph.loss], parameters, create_graph=True)
-            return
-        slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
-        # views: two outputs may have the same slope, and each is a variable of its own
-        self._cotangents = [
-            torch.zeros_like(out) if slope is None else slope.view_as(slope)
-            for out, slope in zip(graph.outputs, slopes)
-        ]
-        self._gradients = differentiate(graph.outputs, parameters, self._cotangents, create_graph=True)
+        self._differentiable = differentiable
+        if self.has_ggn:
+            slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
+            # views: two outputs may have the same slope, and each is a variable of its own
+            self._cotangents = [
+                torch.zeros_like(out) if slope is None else slope.view_as(slope)
+                for out, slope in zip(graph.outputs, slopes)
+            ]
+        self._gradients: list[Tensor | None] = [None] * len(parameters)
+        if differentiable:
+            outer = (graph.outputs, self._cotangents) if self.has_ggn else ([graph.loss], None)
+            self._gradients = differentiate(outer[0], parameters, outer[1], create_graph=True)
 
-    @property
-    def depends(self) -> bool:
-        return any(g is not None for g in self._gradients)
-
-    def take_gradient(self) -> list[Tensor]:
+    def take_gradient(self) -> list[Tensor | None]:
         """The values of the gradient, which are not kept: products need its graph alone."""
+        if not self._differentiable:
+            return differentiate([self._graph.loss], self._parameters)
         if any(g is not None and g.layout is not torch.strided for g in self._gradients):
             raise InputError("a gradient is sparse (nn.Embedding(sparse=True)); set sparse=False for the measurement")
-        pairs = zip(self._gradients, self._parameters)
-        values = [torch.zeros_like(p) if g is None else g.detach() for g, p in pairs]
+        values = [None if g is None else g.detach() for g in self._gradients]
         self._gradients = [None if g is None else without_values(g) for g in self._gradients]
         return values
 
     def custom_functions(self) -> list[str]:
+        """Those of the user whose backward has to be differentiable."""
+        if not self._differentiable:
+            return []
         return custom_functions([self._graph.loss, *(g for g in self._gradients if g is not None)])
 
     def used_once(self) -> set[int]:
@@ -80,6 +83,14 @@ class BatchGraph:
         with self._graph.operations.cotangents_only():
             tangents = product(self._gradients, curved, z, batched)
         return self._pulled_back(z, curved, tangents, batched)
+
+    def outputs(self) -> list[Tensor]:
+        return [output.detach() for output in self._graph.outputs]
+
+    def curved_pullback(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        """J^T S u for tangents u of all outputs."""
+        curved = [(c, u) for c, u in zip(self._cotangents, tangents) if c.requires_grad]
+        return self._pulled_back(self._parameters, [c for c, _ in curved], [u for _, u in curved], False)
 
     def hessian_and_ggn(self, z: Sequence[Tensor], batched: bool = False) -> tuple[list[Tensor], list[Tensor]]:
         """H z and GGN z; the backward pass that gives H z gives J z too."""

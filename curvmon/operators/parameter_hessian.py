@@ -36,6 +36,8 @@ from curvmon.operators.session import NOISE_SEED, Loss
 
 GraphImage = Callable[[BatchGraph, list[Tensor], bool], Sequence[Tensor]]
 """parts of the images of a vector, given by its parts; or of several vectors, if True"""
+Build = Callable[..., TappedGraph]
+"""a forward pass; `efficient=False`: with torch's own operations; `finite=False`: the loss is not looked at"""
 BATCHED_BYTES = 2**31
 """most memory for the activations of all products that run at once"""
 SAME_LOSS = 1e-3
@@ -59,7 +61,7 @@ class ParameterOperator(SymmetricOperator):
 
     def __init__(
         self,
-        losses: Sequence[tuple[float, Callable[[], TappedGraph]]],
+        losses: Sequence[tuple[float, Build]],
         parameters: Mapping[str, Tensor],
         originals: Sequence[Tensor],
         layered: Callable[[Mapping[str, Tensor]], Iterator[tuple[float, LayeredGraph]]],
@@ -87,8 +89,9 @@ class ParameterOperator(SymmetricOperator):
         entries = 1
         for weight, graph in self._graphs():
             self.loss += weight * graph.loss
-            depends |= graph.depends
-            self.gradient += weight * torch.cat([g.reshape(-1).to(self.template) for g in graph.take_gradient()])
+            parts = graph.take_gradient()
+            depends |= any(part is not None for part in parts)
+            self.gradient.add_(self._joined(parts), alpha=weight)
             self.has_ggn &= graph.has_ggn
             entries = max(entries, graph.entries)
             functions.update(graph.custom_functions())
@@ -180,14 +183,13 @@ class ParameterOperator(SymmetricOperator):
         """Σ_b J_b^T c_b over the batches b, for cotangents that hold the weights; only where `has_ggn`, not counted."""
         total = self.template.new_zeros(self.size)
         for (_, graph), rows in zip(self._graphs(), cotangents):
-            total += torch.cat([tensor.reshape(-1).to(self.template) for tensor in graph.pullback(rows)])
+            total += self._joined(graph.pullback(rows))
         return total.as_subclass(Tensor)  # a network may pass on a class of the batch's own
 
     def gathered(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Gradients w.r.t. single parameters as one flat vector, with zeros for the others."""
         gradients = {id(parameter): gradient for parameter, gradient in pieces}
-        whole = (gradients.get(id(parameter), torch.zeros_like(parameter)) for parameter in self._parameters)
-        return torch.cat([gradient.reshape(-1).to(self.template) for gradient in whole])
+        return self._joined([gradients.get(id(parameter)) for parameter in self._parameters])
 
     def spend(self, products: int) -> None:
         """Count HVPs (or work of the same cost) that were computed elsewhere."""
@@ -205,7 +207,7 @@ class ParameterOperator(SymmetricOperator):
 
     def _graphs(self) -> Iterator[tuple[float, BatchGraph]]:
         for index, (weight, build) in enumerate(self._losses):
-            graph = self._kept or BatchGraph(build(), self._parameters)
+            graph = self._kept or self._open(index, build)
             if self._kept is None and index in self._losses_before:
                 graph.take_gradient()  # it is known
             if len(self._losses) == 1:
@@ -218,6 +220,15 @@ class ParameterOperator(SymmetricOperator):
                     f"needed; reset it at the start of loss(model, batch), or do not pass more_batches"
                 )
             yield weight, graph
+
+    def _joined(self, parts: Sequence[Tensor | None]) -> Tensor:
+        """One flat vector from the parts that belong to the parameters; None: zeros."""
+        whole = (torch.zeros_like(p) if part is None else part for part, p in zip(parts, self._parameters))
+        return torch.cat([part.reshape(-1).to(self.template) for part in whole])
+
+    def _open(self, index: int, build: Build) -> BatchGraph:
+        """The graph of one batch."""
+        return BatchGraph(build(), self._parameters)
 
     def _images(self, z: Tensor, columns: Sequence[int], image: GraphImage) -> Tensor:
         """The images of the columns of Z as columns, summed over the batches."""
@@ -257,20 +268,26 @@ def open_parameters(
     loss: Loss,
     on_product: Callable[[int], None] | None = None,
     batched: Batched = "auto",
+    kind: type[ParameterOperator] = ParameterOperator,
 ) -> Iterator[ParameterOperator]:
     """Yields the operator. When the context ends, with or without an error, the model is exactly as before.
 
     `on_product` is called with the number of HVPs after each of them. `batched`: whether several are computed in one
-    launch.
+    launch. `kind`: how they are computed.
     """
     check_arguments(model, loss, None, None, 0)
     # while another thread measures the same model, its parameters do not require gradients
     with one_at_a_time:
-        yield from _opened(model, batches, loss, on_product or (lambda hvps: None), batched)
+        yield from _opened(model, batches, loss, on_product or (lambda hvps: None), batched, kind)
 
 
 def _opened(
-    model: nn.Module, batches: Sequence[Any], loss: Loss, on_product: Callable[[int], None], batched: Batched
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss: Loss,
+    on_product: Callable[[int], None],
+    batched: Batched,
+    kind: type[ParameterOperator],
 ) -> Iterator[ParameterOperator]:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
@@ -282,13 +299,15 @@ def _opened(
         copies = dict(model.named_parameters())
         parameters = {name: copies[name].requires_grad_() for name in trainable}
 
-        def build(batch: Any) -> TappedGraph:
+        def build(batch: Any, efficient: bool = True, finite: bool = True) -> TappedGraph:
             def run() -> Tensor:
                 reseed(NOISE_SEED)
                 return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, None))))
 
-            graph: TappedGraph = explained(lambda: tapped_forward([], run, batch_dim=0), model, None, batch)
-            if not torch.isfinite(graph.loss):
+            graph: TappedGraph = explained(
+                lambda: tapped_forward([], run, batch_dim=0, efficient=efficient), model, None, batch
+            )
+            if finite and not torch.isfinite(graph.loss):
                 raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph
 
@@ -301,7 +320,7 @@ def _opened(
         shares = _shares(batches)
         losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
         originals = list(trainable.values())
-        operator = ParameterOperator(losses, parameters, originals, layered, isolation.notes, on_product, batched)
+        operator = kind(losses, parameters, originals, layered, isolation.notes, on_product, batched)
         try:
             yield operator
         finally:

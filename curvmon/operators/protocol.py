@@ -176,6 +176,10 @@ class SymmetricOperator(LinearOperator):
     def T(self) -> SymmetricOperator:
         return self
 
+    def of_random(self, z: Tensor) -> Tensor:
+        """`matmat` for random vectors."""
+        return self.matmat(z)
+
 
 class SymmetricProduct(SymmetricOperator):
     """A symmetric matrix given by a function that computes A z for one vector z."""

@@ -183,7 +183,7 @@ class EigenvalueSearch:
             self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 0)
             space.expand()
             ritz = space.ritz_pairs()
-            if ritz.residuals[-1] <= self._accuracy.first * ritz.values.abs().max():
+            if ritz.residuals[-1] <= self._accuracy.others * ritz.values.abs().max():
                 return ritz.values[-1].item(), True
         return (space.ritz_pairs().values[-1].item() if space.products else 0.0), space.exhausted
 
@@ -218,7 +218,7 @@ class EigenvalueSearch:
         vectors = space.orthogonalised(torch.cat([self._random() for _ in range(count)]))
         # orthogonal to each other: sampling without replacement. In many dimensions they are almost so anyway
         vectors = torch.linalg.qr(vectors.T).Q if dimensions <= FEW_DIMENSIONS else F.normalize(vectors).T
-        samples = (vectors * self._operator.matmat(vectors)).sum(0)
+        samples = (vectors * self._operator.of_random(vectors)).sum(0)
         values = samples.cpu().double()
         total = projected + dimensions * values.mean().item()
         rounding = 10 * eps * (size + dimensions * values.abs().mean().item())

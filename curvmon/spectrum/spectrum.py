@@ -14,6 +14,7 @@ from curvmon.errors import InputError
 from curvmon.graph.arguments import check_budget, check_integer
 from curvmon.numerics import norm, norms
 from curvmon.operators.batching import Batched, check_batched
+from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
@@ -27,6 +28,8 @@ Findings = dict[tuple[str, ...], str]
 WORKS = "works"
 SAME_WEIGHTS = 1e-5
 """relative difference of losses and of gradients up to which two searches are at the same weights"""
+TOLERATED_ASYMMETRY = 0.02
+"""of products from differences, relative to the norm of H"""
 SYMMETRIC = 1e-3
 """relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
 
@@ -158,12 +161,16 @@ def run_spectrum(
     effort: Effort,
     layerwise: Findings,
     batched: Batched = "auto",
+    kind: type[ParameterOperator] = ParameterOperator,
     on_product: Callable[[int], None] | None,
 ) -> Spectrum:
-    """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be, and keeps `layerwise`."""
+    """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be, and keeps `layerwise`.
+
+    `kind`: how HVPs are computed.
+    """
     began = time.perf_counter()
     notes: list[str] = []
-    with open_parameters(model, batches, loss=loss, on_product=on_product, batched=batched) as operator:
+    with open_parameters(model, batches, loss=loss, on_product=on_product, batched=batched, kind=kind) as operator:
         notes.extend(operator.notes)
         members = {} if groups is None else resolve_groups(operator.names, groups)
         gradient_norm = norm(operator.gradient)
@@ -174,17 +181,29 @@ def run_spectrum(
         if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
             estimate = _layerwise(operator, generator, k if start is None else 0, effort, layerwise, notes)
         vector = None if estimate is None else estimate.start
+        differences = operator if isinstance(operator, DifferenceOperator) else None
+        if differences is not None:
+            differences.checked = layerwise.get(("differences", *operator.names)) == WORKS
         space = search.krylov_space(_starts(operator, gradient_norm, search, start, vector))
         total = total_stderr = math.nan
         if estimate is not None:
             total, total_stderr = estimate.value, estimate.stderr
         elif trace:
             total, total_stderr = search.deflated_trace(space, effort.probes)
-        if space.asymmetry > SYMMETRIC:
+        if differences is not None:
+            if space.asymmetry > TOLERATED_ASYMMETRY:
+                raise DifferencesError(f"differences of gradients are not symmetric (by {space.asymmetry:.1g})")
+            layerwise["differences", *operator.names] = WORKS
+            notes.append(
+                f"HVPs from differences of gradients (step {differences.step:.1g}, relative error "
+                f"{max(differences.error, space.asymmetry):.1g}, which the residuals include)"
+            )
+        elif space.asymmetry > SYMMETRIC:
             notes.append(
                 f"suspect: Hessian-vector products are not symmetric (by {space.asymmetry:.2g} of the norm of H): some "
                 f"operation has a wrong double backward, and none of these numbers is reliable"
             )
+        uncertainty = 0.0 if differences is None else max(differences.error, space.asymmetry) * space.scale
         pairs, verified = search.verified(search.extract(space), verify)
         required = pairs.converged if smallest else pairs.converged[:k]
         if not required.all():
@@ -231,9 +250,9 @@ def run_spectrum(
     return Spectrum(
         eigenvalues=pairs.values[:top],
         smallest=pairs.values[-1].item(),
-        residuals=pairs.residuals[:top],
+        residuals=pairs.residuals[:top] + uncertainty,
         converged=pairs.converged[:top],
-        smallest_residual=pairs.residuals[-1].item(),
+        smallest_residual=pairs.residuals[-1].item() + uncertainty,
         smallest_converged=bool(pairs.converged[-1]),
         eigenvectors=torch.stack(pairs.vectors[:top], dim=1),
         smallest_eigenvector=pairs.vectors[-1].clone(),
