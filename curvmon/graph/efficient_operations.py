@@ -78,6 +78,18 @@ class EfficientOperations(TorchFunctionMode):
         self.entries = 0
         self.stale = False
         self._kept: list[tuple[Tensor, int | None]] = []
+        self._second: list[list[Tensor]] = []
+
+    def keep_second(self, derivative: Tensor) -> list[Tensor]:
+        """f''(x) in a list that `free_second` empties."""
+        self._second.append([derivative])
+        return self._second[-1]
+
+    def free_second(self) -> None:
+        """Free all f''(x), once the gradients that are to be differentiated have their graphs, which hold g f''(x)."""
+        for held in self._second:
+            held.clear()
+        self._second.clear()
 
     def keep(self, tensor: Tensor) -> None:
         """Note a tensor that torch does not need for derivatives, but a replacement does."""
@@ -254,18 +266,19 @@ class _Activation(torch.autograd.Function):
             y = function(at)
             (first,) = torch.autograd.grad(y, at, torch.ones_like(y), create_graph=True)
             second = torch.autograd.grad(first, at, torch.ones_like(y))[0] if first.requires_grad else None
-        ctx.save_for_backward(proxy, first.detach(), torch.zeros_like(x) if second is None else second)
+        ctx.save_for_backward(proxy, first.detach())
+        ctx.second = mode.keep_second(torch.zeros_like(x) if second is None else second)
         ctx.mode, ctx.replaced_node = mode, y.grad_fn.name()
         value: Tensor = y.detach()
         return value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        proxy, first, second = ctx.saved_tensors
+        proxy, first = ctx.saved_tensors
         ctx.mode.loss_differentiates |= ctx.mode.active
         if not torch.is_grad_enabled():
             return gradient * first, None, None, None
-        return _apply(_ActivationGradient, gradient, proxy, first, second, ctx.mode), None, None, None
+        return _apply(_ActivationGradient, gradient, proxy, first, *ctx.second, ctx.mode), None, None, None
 
 
 class _Relu(torch.autograd.Function):

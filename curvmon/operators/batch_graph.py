@@ -41,6 +41,7 @@ class BatchGraph:
         self._cotangents: list[Tensor] = []
         if not self.has_ggn:
             self._gradients = differentiate([graph.loss], parameters, create_graph=True)
+            graph.operations.free_second()
             return
         slopes = differentiate([graph.loss], graph.output_taps, create_graph=True)
         # views: two outputs may have the same slope, and each is a variable of its own
@@ -49,6 +50,7 @@ class BatchGraph:
             for out, slope in zip(graph.outputs, slopes)
         ]
         self._gradients = differentiate(graph.outputs, parameters, self._cotangents, create_graph=True)
+        graph.operations.free_second()
 
     @property
     def depends(self) -> bool:
