@@ -26,6 +26,7 @@ from curvmon.graph.arguments import batch_size, check_arguments, explained, why_
 from curvmon.graph.linear_layers import Layer, LayeredGraph, tapped_layers
 from curvmon.graph.pytree import map_all_tensors, named_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
+from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.isolation.model_state import isolated, own_copy, reseed
 from curvmon.isolation.open_isolations import one_at_a_time
 from curvmon.numerics import check_finite
@@ -166,6 +167,7 @@ class ParameterOperator(SymmetricOperator):
     def close(self) -> None:
         """Free the graph."""
         self._kept = None
+        return_freed_memory(self.device)
 
     @property
     def batches(self) -> int:
@@ -208,8 +210,9 @@ class ParameterOperator(SymmetricOperator):
             graph = self._kept or BatchGraph(build(), self._parameters)
             if self._kept is None and index in self._losses_before:
                 graph.take_gradient()  # it is known
-            if len(self._losses) == 1:
+            if len(self._losses) == 1 and self._kept is None:
                 self._kept = graph
+                return_freed_memory(self.device)
             first = self._losses_before.setdefault(index, graph.loss)
             if not math.isclose(graph.loss, first, rel_tol=SAME_LOSS):
                 raise LossError(

@@ -254,7 +254,6 @@ def remainder_trace(layered: LayeredGraph, generator: torch.Generator, probes: i
     gradients = differentiate([graph.loss], graph.output_taps)
     cotangents = [torch.zeros_like(o) if g is None else g.detach() for o, g in zip(graph.outputs, gradients)]
     slopes = differentiate(graph.outputs, variables, cotangents, create_graph=True)
-    graph.operations.free_second()
     slopes = [None if slope is None else without_values(slope) for slope in slopes]
 
     def entries(like: Tensor) -> Tensor:
