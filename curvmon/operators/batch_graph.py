@@ -17,9 +17,9 @@ from torch import Tensor
 
 from curvmon.errors import InputError
 from curvmon.graph.autograd import bypassed, custom_functions, differentiate, product
-from curvmon.graph.efficient_operations import without_values
 from curvmon.graph.linear_layers import used_once
 from curvmon.graph.loss_curvature import Layout
+from curvmon.graph.proxy import without_values
 from curvmon.graph.taps import TappedGraph
 
 

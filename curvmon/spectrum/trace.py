@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from curvmon.graph.autograd import differentiate, product
-from curvmon.graph.efficient_operations import without_values
 from curvmon.graph.linear_layers import LayeredGraph
 from curvmon.graph.loss_curvature import MAX_COLUMNS, Factor, Layout, dense_factor, sketch
+from curvmon.graph.proxy import without_values
 from curvmon.numerics import gaussian, precise, row_norms_squared, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.spectrum.layer_check import LayerCheck, combined, separable_layers
