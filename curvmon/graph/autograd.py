@@ -49,9 +49,7 @@ def differentiate(
     unused: list[int] = []
 
     def gradients(cotangents: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        results = torch.autograd.grad(
-            functions, variables, cotangents, keep_graph, create_graph, allow_unused=True
-        )
+        results = torch.autograd.grad(functions, variables, cotangents, keep_graph, create_graph, allow_unused=True)
         unused[:] = (i for i, result in enumerate(results) if result is None)
         return tuple(result for result in results if result is not None)
 

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from curvmon.graph.cross_entropy import cross_entropy
 from curvmon.graph.layer_norm import LayerNorm
+from curvmon.graph.proxy import without_values
 from curvmon.graph.trilinear import BatchNorm, Convolution, Linear, trilinear
 from curvmon.isolation.patches import (
     BATCH_NORM_BACKWARD,
@@ -54,8 +55,6 @@ _CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
     torch.conv_transpose3d: (3, True),
 }
 """spatial dimensions, transposed"""
-
-
 _REPLACED_NODE = "replaced_node"
 """attribute of the nodes of the replacements: the names of torch's own nodes, separated by spaces"""
 
@@ -67,6 +66,7 @@ class EfficientOperations(TorchFunctionMode):
         loss_differentiates: a gradient was taken while active, so the loss must be computed without replacements.
         stale: on exit, whether a tensor was changed in place that a replacement keeps, so that it must not be used.
         only_cotangents: see `cotangents_only`.
+        second: f''(x) of every activation, each in a list of its own.
         entries: of all tensors that were computed and require gradients: about those of the activations.
     """
 
@@ -78,6 +78,12 @@ class EfficientOperations(TorchFunctionMode):
         self.entries = 0
         self.stale = False
         self._kept: list[tuple[Tensor, int | None]] = []
+        self.second: list[list[Tensor]] = []
+
+    def free_second(self) -> None:
+        """Free all f''(x), once the gradients that are to be differentiated have their graphs, which hold g f''(x)."""
+        for held in self.second:
+            held.clear()
 
     def keep(self, tensor: Tensor) -> None:
         """Note a tensor that torch does not need for derivatives, but a replacement does."""
@@ -138,7 +144,7 @@ class EfficientOperations(TorchFunctionMode):
         # a tensor among the options would be a second input, or an output to write to
         if in_place or not _is_tapped(x) or not all(isinstance(value, (bool, int, float, str)) for value in options):
             return None
-        return _apply(_Activation, x, _apply(_InputProxy, x), self, lambda at: func(at, *args, **kwargs))
+        return _apply(_Activation, x, without_values(x), self, lambda at: func(at, *args, **kwargs))
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
         """Arguments as those of F.linear."""
@@ -254,18 +260,20 @@ class _Activation(torch.autograd.Function):
             y = function(at)
             (first,) = torch.autograd.grad(y, at, torch.ones_like(y), create_graph=True)
             second = torch.autograd.grad(first, at, torch.ones_like(y))[0] if first.requires_grad else None
-        ctx.save_for_backward(proxy, first.detach(), torch.zeros_like(x) if second is None else second)
+        ctx.save_for_backward(proxy, first.detach())
+        ctx.second = [torch.zeros_like(x) if second is None else second]
+        mode.second.append(ctx.second)
         ctx.mode, ctx.replaced_node = mode, y.grad_fn.name()
         value: Tensor = y.detach()
         return value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        proxy, first, second = ctx.saved_tensors
+        proxy, first = ctx.saved_tensors
         ctx.mode.loss_differentiates |= ctx.mode.active
         if not torch.is_grad_enabled():
             return gradient * first, None, None, None
-        return _apply(_ActivationGradient, gradient, proxy, first, second, ctx.mode), None, None, None
+        return _apply(_ActivationGradient, gradient, proxy, first, *ctx.second, ctx.mode), None, None, None
 
 
 class _Relu(torch.autograd.Function):
@@ -305,24 +313,6 @@ class _Passed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, tangent: Tensor) -> Any:
         return _passed(tangent, *ctx.saved_tensors), None, None
-
-
-class _InputProxy(torch.autograd.Function):
-    """In place of x where only the path of the graph to x is needed: takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.replaced_node = None
-        return x.new_zeros(()).expand_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def without_values(x: Tensor) -> Tensor:
-    """Zeros in place of x, with the graph of x."""
-    return _apply(_InputProxy, x)
 
 
 class _ActivationGradient(torch.autograd.Function):

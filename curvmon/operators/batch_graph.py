@@ -17,9 +17,9 @@ from torch import Tensor
 
 from curvmon.errors import InputError
 from curvmon.graph.autograd import bypassed, custom_functions, differentiate, product
-from curvmon.graph.efficient_operations import without_values
 from curvmon.graph.linear_layers import used_once
 from curvmon.graph.loss_curvature import Layout
+from curvmon.graph.proxy import without_values
 from curvmon.graph.taps import TappedGraph
 
 
@@ -52,6 +52,7 @@ class BatchGraph:
         if differentiable:
             outer = (graph.outputs, self._cotangents) if self.has_ggn else ([graph.loss], None)
             self._gradients = differentiate(outer[0], parameters, outer[1], create_graph=True)
+            graph.operations.free_second()
 
     def take_gradient(self) -> list[Tensor | None]:
         """The values of the gradient, which are not kept: products need its graph alone."""
@@ -60,8 +61,12 @@ class BatchGraph:
         if any(g is not None and g.layout is not torch.strided for g in self._gradients):
             raise InputError("a gradient is sparse (nn.Embedding(sparse=True)); set sparse=False for the measurement")
         values = [None if g is None else g.detach() for g in self._gradients]
-        self._gradients = [None if g is None else without_values(g) for g in self._gradients]
+        self.drop_gradient()
         return values
+
+    def drop_gradient(self) -> None:
+        """Free the values of the gradient."""
+        self._gradients = [None if g is None else without_values(g) for g in self._gradients]
 
     def custom_functions(self) -> list[str]:
         """Those of the user whose backward has to be differentiable."""

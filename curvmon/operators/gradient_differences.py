@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvmon.errors import CurvmonError, DoubleBackwardError
+from curvmon.errors import CurvmonError, DoubleBackwardError, LossError
 from curvmon.graph.autograd import differentiate
 from curvmon.graph.fixed_pieces import ChangedCallsError, FixedPieces
 from curvmon.graph.taps import TappedGraph
 from curvmon.isolation.patches import any_attention
-from curvmon.numerics import norms, row_norms_squared
+from curvmon.numerics import norms
 from curvmon.operators.batch_graph import BatchGraph
 from curvmon.operators.parameter_hessian import Build, GraphImage, ParameterOperator
+from curvmon.operators.protocol import by_columns
 
 GOOD, TOLERATED = 2e-3, 1e-2
 """relative errors of a product: the first step that is as good as GOOD is taken, or else the best of a few"""
@@ -51,14 +52,14 @@ class DifferenceOperator(ParameterOperator):
         checked: do not compare the first product with one from second derivatives.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, losses: Any, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
         self._pieces: defaultdict[int, FixedPieces] = defaultdict(FixedPieces)
         self._efficient = False
         self.step: float | None = None
         self.error = math.nan
         self.checked = False
-        super().__init__(*args, **kwargs)
-        self._original = self._joined([parameter.detach() for parameter in self._parameters])
+        self._at, self._original = _in_one_tensor(list(parameters.values()))
+        super().__init__(losses, parameters, *args, **kwargs)
         self._in_batches.width = 1
 
     @property
@@ -98,32 +99,37 @@ class DifferenceOperator(ParameterOperator):
         whole = range(len(self.sizes))
         if len(rows) != len(whole) or len(columns) != len(whole):
             raise NotImplementedError("blocks of the Hessian need second derivatives")
-        return _by_columns(z, self._difference)
+        return by_columns(self._difference, z)
 
     def _ggn(self, z: Tensor) -> Tensor:
-        return _by_columns(z, self._ggn_difference)
+        return by_columns(self._ggn_difference, z)
 
-    def _difference(self, unit: Tensor) -> Tensor:
-        """H u for a unit vector."""
+    def _difference(self, z: Tensor) -> Tensor:
+        """H z."""
         self._kept = None  # its memory is needed
+        size = _length(z)
         if self.step is None:
-            return self._first_difference(unit)
-        return (self._gradient_at(unit, self.step) - self.gradient).div_(self.step)
+            return self._first_difference(z / size).mul_(size)
+        return self._gradient_at(z * (self.step / size)).sub_(self.gradient).mul_(size / self.step)
 
     def _first_difference(self, unit: Tensor) -> Tensor:
         """H u by a central difference; chooses the step."""
         tried: dict[float, float] = {}
-        best, step = None, self.first_step
+        images: dict[float, Tensor] = {}
+        step: float | None = self.first_step
         while step is not None:
-            after, before = self._gradient_at(unit, step), self._gradient_at(unit, -step)
-            image = (after - before).div_(2 * step)
-            curvature, straight = norms([after.add_(before).sub_(self.gradient, alpha=2), image])
+            after, before = self._gradient_at(unit * step), self._gradient_at(unit * -step)
+            images = {step: (after - before).div_(2 * step)} | images
+            curvature, straight = norms([after.add_(before).sub_(self.gradient, alpha=2), images[step]])
             tried[step] = curvature / (2 * step * straight) if straight else math.inf
-            if tried[step] == min(tried.values()):
-                best, self.step, self.error = image, step, tried[step]
+            self.step = min(tried, key=lambda each: tried[each])
+            images = {self.step: images[self.step]}
             step = _next_step(tried)
-        if not self.error <= TOLERATED or best is None:
+        assert self.step is not None
+        self.error = tried[self.step]
+        if not self.error <= TOLERATED:
             raise DifferencesError(f"differences of gradients have an error of {self.error:.1g} or more")
+        best = images[self.step]
         if not self.checked:
             self._compare_with_second_derivatives(unit, best)
         return best
@@ -145,20 +151,21 @@ class DifferenceOperator(ParameterOperator):
                 f"differences of gradients differ from second derivatives by {difference / (size or 1.0):.1g}"
             )
 
-    def _ggn_difference(self, unit: Tensor) -> Tensor:
-        step = self.first_step if self.step is None else self.step
-        total = torch.zeros_like(unit)
+    def _ggn_difference(self, z: Tensor) -> Tensor:
+        """GGN z."""
+        size, step = _length(z), self.first_step if self.step is None else self.step
+        total = torch.zeros_like(z)
         for index, (weight, graph) in enumerate(self._graphs()):
-            with self._shifted(unit, step):
+            with self._shifted(z * (step / size)):
                 outputs = [output.detach() for output in self._shifted_graph(index).outputs]
-            tangents = [(after - before).div_(step) for after, before in zip(outputs, graph.outputs())]
+            tangents = [(after - before).mul_(size / step) for after, before in zip(outputs, graph.outputs())]
             total.add_(self._joined(graph.curved_pullback(tangents)), alpha=weight)
         return total
 
-    def _gradient_at(self, unit: Tensor, step: float) -> Tensor:
-        """g(θ + ε u)."""
+    def _gradient_at(self, shift: Tensor) -> Tensor:
+        """g(θ + shift)."""
         total: Tensor | None = None
-        with self._shifted(unit, step):
+        with self._shifted(shift):
             for index, (weight, _) in enumerate(self._losses):
                 graph = self._shifted_graph(index)
                 flat = self._joined(differentiate([graph.loss], self._parameters, keep_graph=False))
@@ -169,31 +176,39 @@ class DifferenceOperator(ParameterOperator):
 
     def _shifted_graph(self, index: int) -> TappedGraph:
         _, build = self._losses[index]
-        try:
-            with any_attention(), self._pieces[index]():
-                return build(efficient=False, finite=False)
-        except ChangedCallsError as error:
-            raise DifferencesError(f"a forward pass with shifted parameters is another function: {error}") from error
+        with any_attention(), self._pieces[index]():
+            return build(efficient=False, finite=False)
 
     @contextmanager
-    def _shifted(self, unit: Tensor, step: float) -> Iterator[None]:
-        """θ + ε u in place of θ; θ is restored bit by bit."""
+    def _shifted(self, shift: Tensor) -> Iterator[None]:
+        """θ + shift in place of θ, which is restored bit by bit."""
         try:
-            self._assign(torch.add(self._original, unit, alpha=step))
+            torch.add(self._original, shift, out=self._at)
             yield
+        except (ChangedCallsError, LossError) as error:
+            raise DifferencesError(f"a pass with shifted parameters is another function: {error}") from error
         finally:
-            self._assign(self._original)
-
-    def _assign(self, values: Tensor) -> None:
-        for parameter, part in zip(self._parameters, self._shaped(values, range(len(self.sizes)))):
-            parameter.data.copy_(part)  # the graph at θ, which holds the parameters, stays valid
+            self._at.copy_(self._original)
 
 
-def _by_columns(z: Tensor, image: Callable[[Tensor], Tensor]) -> Tensor:
-    """The images of the columns of a matrix, from those of unit vectors."""
-    sizes = row_norms_squared(z.T).sqrt().to(z)
-    units = z / torch.where(sizes > 0, sizes, 1.0)
-    return torch.stack([image(unit) for unit in units.T], dim=1).mul_(sizes)
+def _length(z: Tensor) -> Tensor:
+    """‖z‖, about; one for zeros."""
+    length: Tensor = torch.linalg.vector_norm(z)
+    return length.clamp_min(torch.finfo(z.dtype).tiny)
+
+
+def _in_one_tensor(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A flat tensor that the parameters become parts of, and a copy of it.
+
+    The values are exchanged below autograd: a graph at θ, which holds the parameters, stays valid once θ is restored.
+    """
+    first = parameters[0]
+    if any(p.dtype != first.dtype or p.device != first.device or p.layout != torch.strided for p in parameters):
+        raise DifferencesError("the parameters have several dtypes, devices or layouts")
+    whole = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    for parameter, part in zip(parameters, torch.split(whole, [p.numel() for p in parameters])):
+        parameter.data = part.view(parameter.shape)
+    return whole, whole.clone()
 
 
 def _next_step(tried: Mapping[float, float]) -> float | None:

@@ -12,7 +12,6 @@ so that memory is that of one batch.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,14 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from curvmon.errors import DivergedError, InputError, LossError
-from curvmon.graph.arguments import batch_size, check_arguments, explained, why_not_finite
+from curvmon.graph.arguments import check_arguments, explained, why_not_finite
 from curvmon.graph.linear_layers import Layer, LayeredGraph, tapped_layers
-from curvmon.graph.pytree import map_all_tensors, named_tensors
+from curvmon.graph.pytree import map_all_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
+from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.isolation.model_state import isolated, own_copy, reseed
 from curvmon.isolation.open_isolations import one_at_a_time
 from curvmon.numerics import check_finite
 from curvmon.operators.batch_graph import BatchGraph
+from curvmon.operators.batch_shares import samples_of, shares_of
 from curvmon.operators.batching import Batched, InBatches, batches_products
 from curvmon.operators.protocol import SymmetricOperator
 from curvmon.operators.session import NOISE_SEED, Loss
@@ -169,6 +170,7 @@ class ParameterOperator(SymmetricOperator):
     def close(self) -> None:
         """Free the graph."""
         self._kept = None
+        return_freed_memory(self.device)
 
     @property
     def batches(self) -> int:
@@ -207,11 +209,14 @@ class ParameterOperator(SymmetricOperator):
 
     def _graphs(self) -> Iterator[tuple[float, BatchGraph]]:
         for index, (weight, build) in enumerate(self._losses):
-            graph = self._kept or self._open(index, build)
-            if self._kept is None and index in self._losses_before:
-                graph.take_gradient()  # it is known
-            if len(self._losses) == 1:
-                self._kept = graph
+            graph = self._kept
+            if graph is None:
+                graph = self._open(index, build)
+                if index in self._losses_before:
+                    graph.drop_gradient()  # it is known
+                if len(self._losses) == 1:
+                    self._kept = graph
+                    return_freed_memory(self.device)
             first = self._losses_before.setdefault(index, graph.loss)
             if not math.isclose(graph.loss, first, rel_tol=SAME_LOSS):
                 raise LossError(
@@ -315,9 +320,9 @@ def _opened(
             for share, batch in zip(shares, batches):
                 graph, layers, owned = _by_layers(model, once, partial(build, batch))
                 rest = [parameter for name, parameter in parameters.items() if name not in owned]
-                yield share, LayeredGraph(graph, layers, rest, _samples(batch))
+                yield share, LayeredGraph(graph, layers, rest, samples_of(batch))
 
-        shares = _shares(batches)
+        shares = shares_of(batches)
         losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
         originals = list(trainable.values())
         operator = kind(losses, parameters, originals, layered, isolation.notes, on_product, batched)
@@ -344,33 +349,3 @@ def _by_layers(
         if not unusable:
             return graph, tapped.layers, tapped.owned
         skip += unusable
-
-
-def _samples(batch: Any) -> int:
-    """One where the batch does not say: it holds no tensor, or scalars only."""
-    counts = any(tensor.is_nested or tensor.ndim for _, tensor in named_tensors(batch))
-    return (batch_size(batch, 0) or 1) if counts else 1
-
-
-def _shares(batches: Sequence[Any]) -> list[float]:
-    """The share of every batch in all samples. The sum of the batch losses with these weights is the mean over all.
-
-    The number of samples is the size that most tensors have along their first dimension, over all batches together:
-    class weights that come with every batch do not count samples.
-    """
-    if len(batches) == 1:
-        return [1.0]
-    tensors = [[t for _, t in named_tensors(batch, objects=True) if not t.is_nested] for batch in batches]
-    sizes = [[len(tensor) if tensor.ndim else 1 for tensor in batch] for batch in tensors]
-    if len({len(batch) for batch in sizes}) > 1:
-        counts = [tuple(_samples(batch) for batch in batches)]
-    else:
-        votes = Counter(zip(*sizes)) or Counter([(1,) * len(batches)])
-        counts = [sample for sample, count in votes.items() if count == max(votes.values())]
-    shares = {tuple(count / sum(each) for count in each) for each in counts if all(each)}
-    if len(shares) != 1:
-        raise InputError(
-            f"more_batches: how many samples each batch has is not clear (sizes {', '.join(map(str, counts))}), and "
-            f"their losses are weighted by that; pass batches of the same size"
-        )
-    return list(shares.pop())

@@ -263,8 +263,8 @@ def _subtract(rows: Tensor, matrices: Sequence[Tensor], coefficients: Tensor) ->
 def _lengths(rows: Tensor) -> Tensor:
     """If the loss is scaled by 1e-20, squares would underflow in single precision."""
     dtype = precise_dtype(rows)
-    parts = [torch.linalg.vector_norm(rows[:, chunk], dim=1, dtype=dtype) for chunk in _chunks(rows)]
-    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    parts: list[Tensor] = [torch.linalg.vector_norm(rows[:, chunk], dim=1, dtype=dtype) for chunk in _chunks(rows)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
 
 
 def _normalized(rows: Tensor, lengths: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ def run_spectrum(
         if differences is not None:
             if space.asymmetry > TOLERATED_ASYMMETRY:
                 raise DifferencesError(f"differences of gradients are not symmetric (by {space.asymmetry:.1g})")
-            layerwise["differences", *operator.names] = WORKS
+            layerwise[("differences", *operator.names)] = WORKS
             notes.append(
                 f"HVPs from differences of gradients (step {differences.step:.1g}, relative error "
                 f"{max(differences.error, space.asymmetry):.1g}, which the residuals include)"

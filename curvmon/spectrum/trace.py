@@ -22,6 +22,7 @@ from torch import Tensor
 from curvmon.graph.autograd import differentiate, product
 from curvmon.graph.linear_layers import LayeredGraph
 from curvmon.graph.loss_curvature import MAX_COLUMNS, Factor, Layout, dense_factor, sketch
+from curvmon.graph.proxy import without_values
 from curvmon.numerics import gaussian, precise, row_norms_squared, small_sample_factor
 from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.spectrum.layer_check import LayerCheck, combined, separable_layers
@@ -253,21 +254,27 @@ def remainder_trace(layered: LayeredGraph, generator: torch.Generator, probes: i
     gradients = differentiate([graph.loss], graph.output_taps)
     cotangents = [torch.zeros_like(o) if g is None else g.detach() for o, g in zip(graph.outputs, gradients)]
     slopes = differentiate(graph.outputs, variables, cotangents, create_graph=True)
+    slopes = [None if slope is None else without_values(slope) for slope in slopes]
 
     def entries(like: Tensor) -> Tensor:
         # signs have the least variance, but cancel exactly (T = [[1, -1], [-1, 1]]): squares between 1/2 and 3/2
         normal = gaussian(like.new_empty(like.shape, device="cpu"), 1, generator).reshape(like.shape)
         return (normal.sign() * (0.5 + torch.erf(normal.abs() / math.sqrt(2))).sqrt()).to(like.device)
 
-    samples: list[Tensor] = []
-    for _ in range(probes):
+    def sample() -> tuple[Tensor, Tensor]:
+        """<z, T z> for a random z, and the largest entry of T z. The tensors of one probe are gone before the next."""
         with torch.no_grad():
             vectors = [*(layer.tangent(entries) for layer in layered.layers), *(entries(p) for p in layered.rest)]
         images = product(slopes, variables, vectors)
-        if not samples and not torch.stack([image.abs().max() for image in images]).any():
-            return TraceEstimate(0.0, 0.0, products=1)  # T z = 0 for a random z: T = 0
         inner = [precise(torch.dot(z.flatten(), image.flatten())) for z, image in zip(vectors, images)]
-        samples.append(torch.stack(inner).sum())
+        return torch.stack(inner).sum(), torch.stack([image.abs().max() for image in images]).max()
+
+    samples: list[Tensor] = []
+    for _ in range(probes):
+        value, largest = sample()
+        if not samples and not largest:
+            return TraceEstimate(0.0, 0.0, products=1)  # T z = 0 for a random z: T = 0
+        samples.append(value)
     values = torch.stack(samples).cpu().double()
     return TraceEstimate(values.mean().item(), _standard_error(values), products=probes)
 

@@ -48,7 +48,12 @@ def test_the_piece_is_the_linear_extension(name: str) -> None:
 
 @pytest.mark.parametrize(
     "pool",
-    [nn.MaxPool2d(2), nn.MaxPool2d(3, stride=1, padding=1, dilation=1), nn.AdaptiveMaxPool2d(2), nn.MaxPool2d(2, ceil_mode=True)],
+    [
+        nn.MaxPool2d(2),
+        nn.MaxPool2d(3, stride=1, padding=1, dilation=1),
+        nn.AdaptiveMaxPool2d(2),
+        nn.MaxPool2d(2, ceil_mode=True),
+    ],
 )
 @pytest.mark.parametrize("lead", [(3, 2), (2,)])
 def test_a_pool_takes_the_same_entries(pool: nn.Module, lead: tuple[int, ...]) -> None:

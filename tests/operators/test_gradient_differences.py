@@ -126,7 +126,7 @@ class Cached(nn.Module):
 
 
 class Kinked(nn.Module):
-    """A kink of its own making, that no piece is recorded for."""
+    """Kinks of its own making, close to each other, for which no piece is recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Kinked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x.flatten(1))
-        return self.second(torch.where(hidden.frac().abs() < 0.5, hidden, -30 * hidden))
+        return self.second(torch.where((3000 * hidden).frac().abs() < 0.5, hidden, -3 * hidden))
 
 
 class Counting(nn.Module):
