@@ -165,6 +165,7 @@ class ParameterOperator(SymmetricOperator):
         for weight, layered in self._layered({self.names[i]: self._parameters[i] for i in self._once}):
             if self._kept and math.isclose(self._kept.loss, layered.graph.loss.item(), rel_tol=REPEATABLE):
                 self._kept = None
+                return_freed_memory(self.device)
             yield weight, layered
 
     def close(self) -> None:
