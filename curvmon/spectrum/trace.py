@@ -37,8 +37,8 @@ class Effort(NamedTuple):
             random signs, `draws` times. None: all, exactly.
         draws: random combinations of columns, where not all are taken one by one.
         probes: random products for the trace of T.
-        by_samples: only where every sample has its own gradient in every layer. Elsewhere, random probes of the whole
-            Hessian have a smaller error at the same cost.
+        by_samples: only where T = 0 and every sample has its own gradient in every layer. Elsewhere, random probes of
+            the whole Hessian have a smaller error at the same cost.
     """
 
     columns: int | None
@@ -137,10 +137,12 @@ def trace_of_parts(
     products = 0
     sketches: GradientSketches | None = None
     for number, (weight, layered) in enumerate(graphs):
+        remainder = remainder_trace(layered, generator, 1 if effort.by_samples else effort.probes)
+        if effort.by_samples and remainder.stderr:
+            return None
         ggn = gauss_newton_trace(layered, generator, weight, seed, effort, checked)
         if ggn is None:
             return None
-        remainder = remainder_trace(layered, generator, effort.probes)
         total += weight * (ggn.value + remainder.value)
         variance += weight**2 * (ggn.stderr**2 + remainder.stderr**2)
         # a product passes through all losses, and counts once
@@ -301,4 +303,6 @@ def _as_products(backward_passes: int) -> int:
 
 
 def _standard_error(samples: Tensor) -> float:
+    if len(samples) == 1:
+        return math.inf
     return samples.std().item() / math.sqrt(len(samples)) * small_sample_factor(len(samples) - 1)
