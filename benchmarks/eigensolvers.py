@@ -9,7 +9,7 @@ import copy
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,18 +22,27 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvmon
+from benchmarks.counting import (
+    MOST_PRODUCTS,
+    InterruptedSearchError,
+    counted_besides,
+    counted_calls,
+    counted_products,
+    one_more,
+)
+from benchmarks.header import cached
 from benchmarks.trained import Setting
-from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
+from curvmon.operators.parameter_hessian import open_parameters
+from tests.helpers.kernel_counts import KernelCounts
 
 # the package hides its module behind a class of the same name
 pyhessian: Any = importlib.import_module("pyhessian.hessian")
 
-LADDER = [step * 10.0**-decade for decade in (1, 2, 3) for step in (1, 0.7, 0.5, 0.3, 0.2)] + [1e-4]
+LADDER = [0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002, 0.0001]
 """tolerances, from loose to strict, the same for all methods"""
 STEPS = [6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 70, 100]
 """for a method that has no tolerance and takes as many products as it is given"""
 WANTED = 1e-2
-MOST_PRODUCTS = 400
 
 
 class Answer(NamedTuple):
@@ -57,68 +66,11 @@ def by_curvmon(setting: Setting, k: int, seed: int, trace: bool = False, **optio
             ggn=False,
             trace=trace,
             smallest=False,
-            **options,
+            **{"max_hvps": MOST_PRODUCTS, **options},
         )
     # the trace is counted first; then, where it tells where to begin, the start
     start = besides[1] if len(besides) > 1 else 0
     return Answer(found.eigenvalues.tolist(), count[0], count[0] + start if start else 0, found.hvps if trace else 0)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@contextmanager
-def counted_calls(owner: Any, name: str) -> Iterator[list[int]]:
-    count = [0]
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any) -> Any:
-            count[0] += 1
-            return original(*args)
-
-        return counting
-
-    with replaced(owner, name, wrap):
-        yield count
-
-
-@contextmanager
-def counted_products() -> Iterator[list[int]]:
-    """Products with H alone; `Spectrum.hvps` also counts what the trace and the start are worth."""
-    count = [0]
-
-    def wrap(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def counting(self: ParameterOperator, rows: Any, columns: Any, vectors: Tensor) -> Tensor:
-            count[0] += vectors.shape[1]
-            return original(self, rows, columns, vectors)
-
-        return counting
-
-    with replaced(ParameterOperator, "_block", wrap):
-        yield count
-
-
-@contextmanager
-def counted_besides() -> Iterator[list[int]]:
-    """What else is counted as so many products, in the order in which it was done."""
-    spent: list[int] = []
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(self: ParameterOperator, products: int) -> Any:
-            spent.append(products)
-            return original(self, products)
-
-        return noting
-
-    with replaced(ParameterOperator, "spend", wrap):
-        yield spent
 
 
 def by_pyhessian(setting: Setting, k: int, seed: int, tol: float) -> Answer:
@@ -133,7 +85,7 @@ def by_pyhessian(setting: Setting, k: int, seed: int, tol: float) -> Answer:
     return Answer(sorted(values, reverse=True), count[0])
 
 
-def by_eigsh(setting: Setting, k: int, seed: int, tol: float) -> Answer:
+def by_eigsh(setting: Setting, k: int, seed: int, tol: float, limit: int = MOST_PRODUCTS) -> Answer:
     parameters = [p for p in setting.model.parameters() if p.requires_grad]
     count = [0]
     with sdpa_kernel(SDPBackend.MATH):
@@ -142,7 +94,7 @@ def by_eigsh(setting: Setting, k: int, seed: int, tol: float) -> Answer:
         ).to_scipy()
 
         def counting(z: Any) -> Any:
-            count[0] += 1
+            one_more(count, limit)
             return hessian @ z.astype(np.float32)
 
         size = hessian.shape[0]
@@ -153,17 +105,16 @@ def by_eigsh(setting: Setting, k: int, seed: int, tol: float) -> Answer:
 
 
 def by_power_iteration(setting: Setting, k: int, seed: int, tol: float) -> Answer:
-    """With deflation, stopped when the residual is `tol` of the eigenvalue: the rule by which curvmon stops.
-
-    Given up after MOST_PRODUCTS.
-    """
+    """With deflation, stopped when the residual is `tol` of the eigenvalue: the rule by which curvmon stops."""
     values: list[float] = []
     vectors: list[Tensor] = []
     generator = torch.Generator().manual_seed(seed)
     with open_parameters(setting.model, [setting.batch], loss=setting.loss) as operator:
         for _ in range(k):
             z = torch.randn(operator.size, generator=generator)
-            while operator.products < MOST_PRODUCTS:
+            while True:
+                if operator.products >= MOST_PRODUCTS:
+                    raise InterruptedSearchError
                 for known in vectors:
                     z = z - known.dot(z) * known
                 z = z / torch.linalg.vector_norm(z)
@@ -172,8 +123,6 @@ def by_power_iteration(setting: Setting, k: int, seed: int, tol: float) -> Answe
                 if torch.linalg.vector_norm(image - value * z).item() <= tol * abs(value):
                     break
                 z = image
-            else:
-                return Answer([math.nan] * k, operator.products)
             values.append(value)
             vectors.append(z / torch.linalg.vector_norm(z))
         return Answer(sorted(values, reverse=True), operator.products)
@@ -213,11 +162,35 @@ LADDERS = {"hessian-eigenthings, Lanczos": STEPS}
 """of the methods that have another one"""
 
 
-def truth(setting: Setting, k: int = 8) -> tuple[list[float], float]:
-    """k eigenvalues from a long run, and how far eigsh at a tolerance of 1e-5 is from them, relatively."""
-    long = by_curvmon(setting, k, 0, rtol=1e-5, max_hvps=600).values
-    other = by_eigsh(setting, k, 1, tol=1e-5).values
-    return long, max(abs(a - b) for a, b in zip(long, other)) / abs(long[0])
+LADDER_NOTE = (
+    f"Tolerances tried: {', '.join(f'{tolerance:g}' for tolerance in LADDER)}, by bisection (verified: that of the "
+    "search without); for hessian-eigenthings' Lanczos, which has no tolerance, its number of steps: "
+    f"{', '.join(map(str, STEPS))}. A search of {MOST_PRODUCTS} HVPs is interrupted."
+)
+VERIFIED = {"curvmon, verified": "curvmon", "curvmon, trace=False, verified": "curvmon, trace=False"}
+"""the method whose tolerance they are given: they add a second search to it"""
+
+
+def truth(setting: Setting, k: int = 5) -> tuple[list[float], float]:
+    """k eigenvalues from a longer run, and how far eigsh at the same tolerance is from them, relatively.
+
+    The error of an eigenvalue is about the square of its residual: 1e-6 of it.
+    """
+
+    def computed() -> tuple[list[float], float]:
+        long = by_curvmon(setting, k, 0, rtol=1e-3, max_hvps=600).values
+        other = by_eigsh(setting, k, 1, tol=1e-3, limit=600).values
+        return long, max(abs(a - b) for a, b in zip(long, other)) / abs(long[0])
+
+    return cached(f"truth of {k}, {setting.name}", computed)
+
+
+def truth_note(true: Sequence[float], disagreement: float) -> str:
+    values = ", ".join(f"{value:.4g}" for value in true)
+    return (
+        f"True eigenvalues {values} (curvmon, verified, at a tolerance of 0.001); eigsh at the same tolerance agrees "
+        f"to {disagreement:.0e} of the first."
+    )
 
 
 class Attempt(NamedTuple):
@@ -226,34 +199,78 @@ class Attempt(NamedTuple):
     Attributes:
         tolerance: or number of steps.
         answers: one for each start.
-        seconds: of computing time, for each start.
-        error: the largest relative error of any eigenvalue.
+        seconds: of computing time, for each start, kernels being counted.
+        kernels: for each start.
+        error: the largest relative error of any eigenvalue; infinite if the method was interrupted.
     """
 
     tolerance: float
     answers: list[Answer]
     seconds: list[float]
+    kernels: list[int]
     error: float
 
     @property
     def serves(self) -> bool:
         return self.error <= WANTED
 
+    @property
+    def interrupted(self) -> bool:
+        return math.isinf(self.error)
 
-def loosest(name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int]) -> Attempt:
-    """At the loosest tolerance with which all values are within one percent; the last attempt if there is none."""
-    for tolerance in LADDERS.get(name, LADDER):
-        attempt = Attempt(tolerance, [], [], 0.0)
-        for seed in starts:
-            began = time.process_time()
-            attempt.answers.append(METHODS[name](setting, k, seed, tolerance))
-            attempt.seconds.append(time.process_time() - began)
-            attempt = attempt._replace(error=max(attempt.error, _error(attempt.answers[-1], true)))
-            if not attempt.serves:
-                break
-        if attempt.serves or math.isinf(attempt.error):  # given up: a stricter tolerance takes longer still
+
+def attempt_at(
+    tolerance: float, name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int]
+) -> Attempt:
+    attempt = Attempt(tolerance, [], [], [], 0.0)
+    for seed in starts:
+        began = time.process_time()
+        with KernelCounts() as counts:
+            try:
+                answer = METHODS[name](setting, k, seed, tolerance)
+            except InterruptedSearchError:
+                answer = Answer([math.nan] * k, MOST_PRODUCTS)
+        attempt.seconds.append(time.process_time() - began)
+        attempt.kernels.append(counts.totals[0])
+        attempt.answers.append(answer)
+        attempt = attempt._replace(error=max(attempt.error, _error(answer, true)))
+        if not attempt.serves:
             break
     return attempt
+
+
+def loosest(
+    name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int], ladder: Sequence[float] | None = None
+) -> Attempt:
+    """At the loosest tolerance with which all values are within one percent; the last attempt if there is none.
+
+    Tried are the tolerances numbered 0, 2, 6, ... until one serves, then those between it and the last that did not,
+    by bisection: it serves, and the next looser one does not. An interrupted method would take longer still with a
+    stricter tolerance.
+    """
+    ladder = LADDERS.get(name, LADDER) if ladder is None else ladder
+    tried: dict[int, Attempt] = {}
+    low, step = -1, 1  # the strictest that was too loose, and how far to go on
+    high = len(ladder)  # the loosest that serves, or that is interrupted
+    while high - low > 1:
+        i = (low + high) // 2 if high < len(ladder) else min(low + step, high - 1)
+        tried[i] = attempt_at(ladder[i], name, setting, k, true, starts)
+        if tried[i].serves or tried[i].interrupted:
+            high = i
+        else:
+            low, step = i, 2 * step
+    return tried[high] if high in tried else tried[low]
+
+
+def all_loosest(
+    names: Iterable[str], setting: Setting, k: int, true: list[float], starts: Sequence[int]
+) -> Iterator[tuple[str, Attempt]]:
+    """Of every method; with a second search at the tolerance of the first."""
+    attempts: dict[str, Attempt] = {}
+    for name in names:
+        first = attempts.get(VERIFIED.get(name, ""))
+        attempts[name] = loosest(name, setting, k, true, starts, None if first is None else [first.tolerance])
+        yield name, attempts[name]
 
 
 def _error(answer: Answer, true: list[float]) -> float:

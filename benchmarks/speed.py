@@ -11,7 +11,6 @@ Absolute times mean nothing on a shared machine; everything is a ratio within on
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
+from benchmarks.header import measured_on
 from benchmarks.networks import DECODER_NODES, Decoder, classification_loss, next_token_loss, residual_gelu
 from benchmarks.papers_protocol import papers_protocol, seconds_of_protocol
 from benchmarks.reference import reference
@@ -309,15 +309,6 @@ def _relative(found: curvmon.Measurement) -> float:
     return 100 * float((found.stderr["resonance"] / found.resonance).max())
 
 
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = f"{names[0]}, {len(names)} cores" if names else model
-    return f"{model} (shared), {platform.system()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
@@ -331,7 +322,7 @@ def main() -> None:
     }
     parser.add_argument("--only", default=",".join(parts), help=f"of {', '.join(parts)}")
     arguments = parser.parse_args()
-    lines = ["# Cost of measuring pairs of layers", "", f"Measured on {machine()}, with `python -m benchmarks.speed`."]
+    lines = ["# Cost of measuring pairs of layers", "", measured_on("speed")]
     lines += ["What the columns mean: [cost and tuning](cost.md#pairs-of-layers).", ""]
     for part in arguments.only.split(","):
         found = parts[part]()
