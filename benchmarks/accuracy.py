@@ -4,7 +4,7 @@
     python -m benchmarks.accuracy --write docs/accuracy.md         writes them between the markers of the page
     python -m benchmarks.accuracy --data cifar10_subset.npz        the paper's images for the ResNet-18
 
-About three minutes on one core.
+About a minute on one core.
 """
 
 from __future__ import annotations

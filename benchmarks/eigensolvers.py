@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from benchmarks.counting import (
     one_more,
 )
 from benchmarks.header import cached
+from benchmarks.tolerances import Answer, Attempt, loosest_of
 from benchmarks.trained import Setting
 from curvmon.operators.parameter_hessian import open_parameters
 from tests.helpers.kernel_counts import KernelCounts
@@ -42,17 +43,6 @@ LADDER = [0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002, 0.0001]
 """tolerances, from loose to strict, the same for all methods"""
 STEPS = [6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 70, 100]
 """for a method that has no tolerance and takes as many products as it is given"""
-WANTED = 1e-2
-
-
-class Answer(NamedTuple):
-    values: list[float]
-    products: int
-    """of the search for eigenvalues"""
-    started: int = 0
-    """with what the start takes besides; 0 where there is nothing besides"""
-    counted: int = 0
-    """with all that curvmon counts, the trace too; 0 without these"""
 
 
 def by_curvmon(setting: Setting, k: int, seed: int, trace: bool = False, **options: Any) -> Answer:
@@ -164,8 +154,8 @@ LADDERS = {"hessian-eigenthings, Lanczos": STEPS}
 
 LADDER_NOTE = (
     f"Tolerances tried: {', '.join(f'{tolerance:g}' for tolerance in LADDER)}, by bisection (verified: that of the "
-    "search without); for hessian-eigenthings' Lanczos, which has no tolerance, its number of steps: "
-    f"{', '.join(map(str, STEPS))}. A search of {MOST_PRODUCTS} HVPs is interrupted."
+    "search without); for hessian-eigenthings' Lanczos, which has no tolerance, its number of steps, the "
+    f"first that serves of {', '.join(map(str, STEPS))}. A search of {MOST_PRODUCTS} HVPs is interrupted."
 )
 VERIFIED = {"curvmon, verified": "curvmon", "curvmon, trace=False, verified": "curvmon, trace=False"}
 """the method whose tolerance they are given: they add a second search to it"""
@@ -193,32 +183,6 @@ def truth_note(true: Sequence[float], disagreement: float) -> str:
     )
 
 
-class Attempt(NamedTuple):
-    """What a method finds from every start at one tolerance; if that does not serve, from some of them.
-
-    Attributes:
-        tolerance: or number of steps.
-        answers: one for each start.
-        seconds: of computing time, for each start, kernels being counted.
-        kernels: for each start.
-        error: the largest relative error of any eigenvalue; infinite if the method was interrupted.
-    """
-
-    tolerance: float
-    answers: list[Answer]
-    seconds: list[float]
-    kernels: list[int]
-    error: float
-
-    @property
-    def serves(self) -> bool:
-        return self.error <= WANTED
-
-    @property
-    def interrupted(self) -> bool:
-        return math.isinf(self.error)
-
-
 def attempt_at(
     tolerance: float, name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int]
 ) -> Attempt:
@@ -240,26 +204,12 @@ def attempt_at(
 
 
 def loosest(
-    name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int], ladder: Sequence[float] | None = None
+    name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int], ladder: Sequence[float]
 ) -> Attempt:
-    """At the loosest tolerance with which all values are within one percent; the last attempt if there is none.
-
-    Tried are the tolerances numbered 0, 2, 6, ... until one serves, then those between it and the last that did not,
-    by bisection: it serves, and the next looser one does not. An interrupted method would take longer still with a
-    stricter tolerance.
-    """
-    ladder = LADDERS.get(name, LADDER) if ladder is None else ladder
-    tried: dict[int, Attempt] = {}
-    low, step = -1, 1  # the strictest that was too loose, and how far to go on
-    high = len(ladder)  # the loosest that serves, or that is interrupted
-    while high - low > 1:
-        i = (low + high) // 2 if high < len(ladder) else min(low + step, high - 1)
-        tried[i] = attempt_at(ladder[i], name, setting, k, true, starts)
-        if tried[i].serves or tried[i].interrupted:
-            high = i
-        else:
-            low, step = i, 2 * step
-    return tried[high] if high in tried else tried[low]
+    """At the loosest tolerance of the ladder with which all values are within one percent."""
+    # with more steps, that of hessian-eigenthings finds copies of eigenvalues: no bisection
+    scan = name in LADDERS
+    return loosest_of(ladder, lambda tolerance: attempt_at(tolerance, name, setting, k, true, starts), scan)
 
 
 def all_loosest(
@@ -269,7 +219,8 @@ def all_loosest(
     attempts: dict[str, Attempt] = {}
     for name in names:
         first = attempts.get(VERIFIED.get(name, ""))
-        attempts[name] = loosest(name, setting, k, true, starts, None if first is None else [first.tolerance])
+        ladder = LADDERS.get(name, LADDER) if first is None else [first.tolerance]
+        attempts[name] = loosest(name, setting, k, true, starts, ladder)
         yield name, attempts[name]
 
 

@@ -223,16 +223,16 @@ def table(networks: Sequence[str], data: Path | None) -> Iterator[str]:
         yield line(CASES[name], found)
     reached = sum(share <= AT_MOST for share in shares)
     few = ", ".join(f"{case.epochs} ({case.title})" for name in networks for case in [CASES[name]])
-    tolerances = ", ".join(f"{part:.0%}" for part in (ACCURACY.first, ACCURACY.others, ACCURACY.smallest))
+    tolerances = ", ".join(f"{100 * part:.0f} %" for part in (ACCURACY.first, ACCURACY.others, ACCURACY.smallest))
     yield ""
     yield (
         f"The five largest eigenvalues and the smallest one, to residuals of {tolerances} (λ_1, the others, the "
-        f"smallest). Two measurements, each an epoch ({EPOCH} steps of {SAMPLES} samples) after "
-        f"the one before; the first warm start comes from a cold one. Epochs before the first: {few}. Search: "
-        "HVPs of the eigenvalues alone; whole: with the trace, the Gauss-Newton eigenvalue and the eigenvalue of the "
-        "preconditioned Hessian where the optimizer is adaptive. Error: the largest of any of the six values at the "
-        "last measurement, relative to λ_1, compared with a search at a tolerance of 0.001. "
-        f"Warm searches take at most {AT_MOST:.0%} of the HVPs of cold ones on {reached} of {len(shares)} networks."
+        f"smallest). Two measurements, each an epoch ({EPOCH} steps of {SAMPLES} samples) after the one before; the "
+        f"first warm start comes from a cold one. Epochs before the first: {few}. Search: HVPs of the eigenvalues "
+        "alone; whole: with the trace, its starting vector, the Gauss-Newton eigenvalue and, where the optimizer is "
+        "adaptive, the eigenvalue of the preconditioned Hessian. Error: the largest of any of the six values at the "
+        "last measurement, relative to λ_1, compared with a search at a tolerance of 0.001. Warm searches take at most "
+        f"{100 * AT_MOST:.0f} % of the HVPs of cold ones on {reached} of {len(shares)} networks."
     )
 
 

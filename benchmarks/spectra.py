@@ -22,8 +22,9 @@ import torch
 
 import curvmon
 from benchmarks import search_cost
-from benchmarks.eigensolvers import LADDER_NOTE, METHODS, Attempt, all_loosest, truth, truth_note
+from benchmarks.eigensolvers import LADDER_NOTE, METHODS, all_loosest, truth, truth_note
 from benchmarks.header import measured_on
+from benchmarks.tolerances import Attempt
 from benchmarks.trained import Setting, annealed_resnets, trained_decoders, trained_resnets
 from benchmarks.warm_starts import TOLERANCE, best_combination, warm_starts
 from curvmon.operators.parameter_hessian import open_parameters

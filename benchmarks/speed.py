@@ -1,11 +1,12 @@
 """What a measurement costs, in forward+backward passes of the same batch, compared with the papers' protocol.
 
-    make bench                                                    all of it, about half an hour on two cores
+    make bench                                                    all of it, about half an hour on one core
     python -m benchmarks.speed --only gelu,scaling                parts of it
     python -m benchmarks.speed --data cifar10_subset.npz          real images (arrays x_test, y_test) for the ResNets
     python -m benchmarks.speed --write docs/speed-table.md        keep the result
 
-Absolute times mean nothing on a shared machine; everything is a ratio within one run.
+Absolute times mean nothing on a shared machine; everything is a ratio within one run, of one thread's own computing
+time.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ class Setting(NamedTuple):
     batch: Any
     loss: Loss
 
-    def passes(self, repeats: int = 5, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    def passes(self, repeats: int = 5) -> list[float]:
         """Seconds of forward + backward."""
         times = []
         for _ in range(repeats):
-            start = clock()
+            start = time.process_time()
             self.loss(self.model, self.batch).backward()
-            times.append(clock() - start)
+            times.append(time.process_time() - start)
         self.model.zero_grad(set_to_none=True)
         return times
 
     def measure(self, nodes: Sequence[str], **options: Any) -> tuple[curvmon.Measurement, float]:
         """A measurement, and how many passes it took; passes are timed before and after it."""
         before = self.passes()
+        start = time.process_time()
         found = curvmon.measure(self.model, self.batch, loss=self.loss, nodes=nodes, **options)
-        return found, found.seconds / statistics.median([*before, *self.passes()])
+        took = time.process_time() - start
+        return found, took / statistics.median([*before, *self.passes()])
 
 
 def _mean_error(found: Any, truth: Any, metric: str, pairs: Sequence[tuple[int, int]]) -> float:
@@ -202,7 +205,7 @@ def decoder() -> Lines:
 
 def _gauss_newton_passes(setting: Setting, nodes: Sequence[str]) -> float:
     """The GN part alone: factors, Gram matrices and norms of all pairs, without taps and graph."""
-    unit = statistics.median(setting.passes(3, time.process_time))
+    unit = statistics.median(setting.passes(3))
     generator = torch.Generator().manual_seed(0)
     with open_session(
         setting.model, setting.batch, loss=setting.loss, nodes=nodes, output=None, batch_dim=0, dtype=None
@@ -216,7 +219,7 @@ def _gauss_newton_passes(setting: Setting, nodes: Sequence[str]) -> float:
 
 
 def _whole_passes(setting: Setting, nodes: Sequence[str]) -> float:
-    unit = statistics.median(setting.passes(3, time.process_time))
+    unit = statistics.median(setting.passes(3))
     start = time.process_time()
     curvmon.measure(setting.model, setting.batch, loss=setting.loss, nodes=nodes)
     return (time.process_time() - start) / unit
@@ -240,16 +243,6 @@ def _medians(rounds: list[list[float]]) -> list[float]:
 
 
 def scaling(data: Path | None) -> Lines:
-    """In seconds of one thread's own computing: how work grows can be seen while other programs run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _scaling(data)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _scaling(data: Path | None) -> Lines:
     counts = (3, 6, 12, 24)
     resnet = Setting(resnet18(seed=42, cifar_stem=True).eval(), batch(data), classification_loss)
     language = Setting(Decoder(), torch.randint(8192, (8, 129)), next_token_loss)
@@ -265,7 +258,7 @@ def _scaling(data: Path | None) -> Lines:
         ),
     }
     lines = [
-        "### Growth with the number of nodes (passes, in computing time of one thread)",
+        "### Growth with the number of nodes (passes)",
         "",
         "| nodes | 3 | 6 | 12 | 24 | 24 to 3 |",
         "|---|---|---|---|---|---|",
@@ -322,6 +315,7 @@ def main() -> None:
     }
     parser.add_argument("--only", default=",".join(parts), help=f"of {', '.join(parts)}")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     lines = ["# Cost of measuring pairs of layers", "", measured_on("speed")]
     lines += ["What the columns mean: [cost and tuning](cost.md#pairs-of-layers).", ""]
     for part in arguments.only.split(","):
