@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -129,8 +129,8 @@ class Row(NamedTuple):
 
 @contextmanager
 def counted_search() -> Iterator[list[int]]:
-    """Products of the search alone: without those for the stability limit, which are products with H, too."""
-    with counted_products() as count:
+    """Products of the search alone: without those for the trace and for the stability limit, also products with H."""
+    with counted_products() as count, ExitStack() as patches:
 
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             def uncounted(*args: Any, **kwargs: Any) -> Any:
@@ -141,8 +141,9 @@ def counted_search() -> Iterator[list[int]]:
 
             return uncounted
 
-        with replaced(EigenvalueSearch, "largest", wrap):
-            yield count
+        for name in ("largest", "deflated_trace"):
+            patches.enter_context(replaced(EigenvalueSearch, name, wrap))
+        yield count
 
 
 def epochs(training: Training) -> Iterator[torch.optim.Optimizer]:
