@@ -47,11 +47,8 @@ def machine() -> str:
 
 
 def measured_on(module: str) -> str:
-    if run_folder() is None:
-        command = f"`python -m benchmarks.{module}`"
-    else:
-        command = f"`make bench-all`, all tables in one run (this one: `python -m benchmarks.{module}`)"
-    return f"Measured on {machine()}, commit {commit()}, with {command}."
+    whole = "" if run_folder() is None else ", a part of `make bench-all`"
+    return f"Measured on {machine()}, commit {commit()}, with `python -m benchmarks.{module}`{whole}."
 
 
 def cached(name: str, make: Callable[[], Value]) -> Value:

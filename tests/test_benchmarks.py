@@ -59,7 +59,7 @@ def test_tables_are_pages_of_the_docs() -> None:
 def test_parts_of_a_run_share_commit_and_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "0123456"
     monkeypatch.setenv(VARIABLE, str(folder))
-    assert commit() == "0123456" and "commit 0123456, with `make bench-all`" in measured_on("speed")
+    assert commit() == "0123456" and "commit 0123456, with `python -m benchmarks.speed`, a part" in measured_on("speed")
     assert cached("network", lambda: [1.0]) == cached("network", lambda: [2.0]) == [1.0]
     monkeypatch.delenv(VARIABLE)
     assert cached("network", lambda: [2.0]) == [2.0]
