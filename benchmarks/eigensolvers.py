@@ -151,6 +151,8 @@ METHODS: dict[str, Callable[[Setting, int, int, float], Answer]] = {
 LADDERS = {"hessian-eigenthings, Lanczos": STEPS}
 """of the methods that have another one"""
 
+BEGIN = {"PyHessian": 5e-4, "hessian-eigenthings, power iteration": 5e-3}
+"""where the tolerance for several eigenvalues is about to be: the search begins there"""
 
 LADDER_NOTE = (
     f"Tolerances tried: {', '.join(f'{tolerance:g}' for tolerance in LADDER)}, by bisection (verified: that of the "
@@ -219,7 +221,8 @@ def loosest(
         return attempt_at(tolerance, name, setting, k, true, among, first)
 
     # with more steps, hessian-eigenthings' Lanczos finds copies of eigenvalues: no bisection
-    first = loosest_of(ladder, lambda tolerance: attempt(tolerance, starts[:1]), scan=name in LADDERS)
+    begin = BEGIN.get(name) if k > 1 else None
+    first = loosest_of(ladder, lambda tolerance: attempt(tolerance, starts[:1]), begin, scan=name in LADDERS)
     if not first.serves:
         return first
     every = attempt(first.tolerance, first=first)

@@ -46,21 +46,29 @@ class Attempt(NamedTuple):
         return math.isinf(self.error)
 
 
-def loosest_of(ladder: Sequence[float], attempt: Callable[[float], Attempt], scan: bool = False) -> Attempt:
+def loosest_of(
+    ladder: Sequence[float], attempt: Callable[[float], Attempt], begin: float | None = None, scan: bool = False
+) -> Attempt:
     """The attempt at the loosest tolerance that serves; the last one if there is none.
 
-    Tried are the tolerances numbered 0, 2, 6, ... until one serves, then those between it and the last that did not, by
-    bisection: what is returned serves, and the next looser one does not. `scan`: one after the other. An interrupted
-    method would take longer still with a stricter tolerance.
+    From `begin` (None: the first) in steps of 1, 2, 4, ... to stricter or to looser ones, until one serves and a looser
+    one does not; then by bisection: what is returned serves, and the next looser one does not. `scan`: one after the
+    other. An interrupted method would take longer still with a stricter tolerance.
     """
     attempts: dict[int, Attempt] = {}
-    low, step = -1, 1  # the strictest known to be too loose, and how far to go on
-    high = len(ladder)  # the loosest known to serve, or to be interrupted
+    low, high = -1, len(ladder)  # the strictest known to be too loose; the loosest known to serve, or to be interrupted
+    i, step = 0 if begin is None else ladder.index(begin), 1
     while high - low > 1:
-        i = (low + high) // 2 if high < len(ladder) else min(low + step, high - 1)
         attempts[i] = attempt(ladder[i])
         if attempts[i].serves or attempts[i].interrupted:
             high = i
         else:
-            low, step = i, 1 if scan else 2 * step
+            low = i
+        if high == len(ladder):
+            i = min(low + step, high - 1)
+        elif low == -1:
+            i = max(high - step, 0)
+        else:
+            i = (low + high) // 2
+        step = 1 if scan else 2 * step
     return attempts[high] if high in attempts else attempts[low]

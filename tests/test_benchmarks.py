@@ -17,7 +17,8 @@ LADDER = [0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002, 0.0001]
 
 @pytest.mark.parametrize("first", range(len(LADDER)))
 @pytest.mark.parametrize("interrupted", range(len(LADDER) + 1))
-def test_bisection_finds_what_a_scan_finds(first: int, interrupted: int) -> None:
+@pytest.mark.parametrize("begin", [None, 0.0005, 0.0001])
+def test_bisection_finds_what_a_scan_finds(first: int, interrupted: int, begin: float | None) -> None:
     """Tolerances from number `first` on serve; from number `interrupted` on, the method takes too many HVPs."""
     tried = []
 
@@ -31,7 +32,7 @@ def test_bisection_finds_what_a_scan_finds(first: int, interrupted: int) -> None
         None,
     )
     tried.clear()
-    assert loosest_of(LADDER, attempt) == scanned
+    assert loosest_of(LADDER, attempt, begin) == scanned
     assert len(tried) == len(set(tried)) <= 6
 
 
