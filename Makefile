@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test test-fast demo screenshots docs bench bench-measurement bench-spectrum bench-alerts lint format types check clean
+.PHONY: test test-fast demo screenshots docs bench bench-all bench-packages bench-measurement bench-spectrum bench-alerts lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
@@ -33,11 +33,20 @@ bench: $(READY)
 bench-measurement: $(READY)
 	$(BIN)/python -m benchmarks.measurement $(if $(DATA),--data $(DATA)) --write docs/measurement-table.md
 
+# All tables below docs/ but that of alerts, in one run: two processes with one thread each, about an hour on two idle
+# cores. An interrupted run is continued. DATA=cifar10_subset.npz for real images.
+bench-all: $(READY) bench-packages
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.all $(if $(DATA),--data $(DATA))
+
+# HVPs of all packages, half an hour or more; the monitor's warm starts, a quarter of an hour
+bench-spectrum: $(READY) bench-packages
+	$(BIN)/python -W ignore -m benchmarks.spectra $(if $(DATA),--data $(DATA)) --write docs/spectrum-table.md
+	$(BIN)/python -W ignore -m benchmarks.monitor_warm_starts $(if $(DATA),--data $(DATA)) --write docs/warm-start-table.md
+
 # The other packages go in without what they ask for: one of them wants torchvision, which this torch does not take.
-bench-spectrum: $(READY)
+bench-packages: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps pyhessian curvlinops-for-pytorch \
 		backpack-for-pytorch einops einconv linear_operator opt_einsum unfoldNd hessian-eigenthings
-	$(BIN)/python -W ignore -m benchmarks.spectra $(if $(DATA),--data $(DATA)) --write docs/spectrum-table.md
 
 # about half an hour the first time; recorded runs are kept below runs/
 bench-alerts: $(READY)

@@ -9,9 +9,9 @@ import copy
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,28 +22,27 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvmon
+from benchmarks.counting import (
+    MOST_PRODUCTS,
+    InterruptedSearchError,
+    counted_besides,
+    counted_calls,
+    counted_products,
+    one_more,
+)
+from benchmarks.header import cached
+from benchmarks.tolerances import Answer, Attempt, loosest_of
 from benchmarks.trained import Setting
-from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
+from curvmon.operators.parameter_hessian import open_parameters
+from tests.helpers.kernel_counts import KernelCounts
 
 # the package hides its module behind a class of the same name
 pyhessian: Any = importlib.import_module("pyhessian.hessian")
 
-LADDER = [step * 10.0**-decade for decade in (1, 2, 3) for step in (1, 0.7, 0.5, 0.3, 0.2)] + [1e-4]
+LADDER = [0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002, 0.0001]
 """tolerances, from loose to strict, the same for all methods"""
 STEPS = [6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 70, 100]
 """for a method that has no tolerance and takes as many products as it is given"""
-WANTED = 1e-2
-MOST_PRODUCTS = 400
-
-
-class Answer(NamedTuple):
-    values: list[float]
-    products: int
-    """of the search for eigenvalues"""
-    started: int = 0
-    """with what the start takes besides; 0 where there is nothing besides"""
-    counted: int = 0
-    """with all that curvmon counts, the trace too; 0 without these"""
 
 
 def by_curvmon(setting: Setting, k: int, seed: int, trace: bool = False, **options: Any) -> Answer:
@@ -57,68 +56,11 @@ def by_curvmon(setting: Setting, k: int, seed: int, trace: bool = False, **optio
             ggn=False,
             trace=trace,
             smallest=False,
-            **options,
+            **{"max_hvps": MOST_PRODUCTS, **options},
         )
     # the trace is counted first; then, where it tells where to begin, the start
     start = besides[1] if len(besides) > 1 else 0
     return Answer(found.eigenvalues.tolist(), count[0], count[0] + start if start else 0, found.hvps if trace else 0)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-@contextmanager
-def counted_calls(owner: Any, name: str) -> Iterator[list[int]]:
-    count = [0]
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any) -> Any:
-            count[0] += 1
-            return original(*args)
-
-        return counting
-
-    with replaced(owner, name, wrap):
-        yield count
-
-
-@contextmanager
-def counted_products() -> Iterator[list[int]]:
-    """Products with H alone; `Spectrum.hvps` also counts what the trace and the start are worth."""
-    count = [0]
-
-    def wrap(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def counting(self: ParameterOperator, rows: Any, columns: Any, vectors: Tensor) -> Tensor:
-            count[0] += vectors.shape[1]
-            return original(self, rows, columns, vectors)
-
-        return counting
-
-    with replaced(ParameterOperator, "_block", wrap):
-        yield count
-
-
-@contextmanager
-def counted_besides() -> Iterator[list[int]]:
-    """What else is counted as so many products, in the order in which it was done."""
-    spent: list[int] = []
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(self: ParameterOperator, products: int) -> Any:
-            spent.append(products)
-            return original(self, products)
-
-        return noting
-
-    with replaced(ParameterOperator, "spend", wrap):
-        yield spent
 
 
 def by_pyhessian(setting: Setting, k: int, seed: int, tol: float) -> Answer:
@@ -133,7 +75,7 @@ def by_pyhessian(setting: Setting, k: int, seed: int, tol: float) -> Answer:
     return Answer(sorted(values, reverse=True), count[0])
 
 
-def by_eigsh(setting: Setting, k: int, seed: int, tol: float) -> Answer:
+def by_eigsh(setting: Setting, k: int, seed: int, tol: float, limit: int = MOST_PRODUCTS) -> Answer:
     parameters = [p for p in setting.model.parameters() if p.requires_grad]
     count = [0]
     with sdpa_kernel(SDPBackend.MATH):
@@ -142,7 +84,7 @@ def by_eigsh(setting: Setting, k: int, seed: int, tol: float) -> Answer:
         ).to_scipy()
 
         def counting(z: Any) -> Any:
-            count[0] += 1
+            one_more(count, limit)
             return hessian @ z.astype(np.float32)
 
         size = hessian.shape[0]
@@ -153,17 +95,16 @@ def by_eigsh(setting: Setting, k: int, seed: int, tol: float) -> Answer:
 
 
 def by_power_iteration(setting: Setting, k: int, seed: int, tol: float) -> Answer:
-    """With deflation, stopped when the residual is `tol` of the eigenvalue: the rule by which curvmon stops.
-
-    Given up after MOST_PRODUCTS.
-    """
+    """With deflation, stopped when the residual is `tol` of the eigenvalue: the rule by which curvmon stops."""
     values: list[float] = []
     vectors: list[Tensor] = []
     generator = torch.Generator().manual_seed(seed)
     with open_parameters(setting.model, [setting.batch], loss=setting.loss) as operator:
         for _ in range(k):
             z = torch.randn(operator.size, generator=generator)
-            while operator.products < MOST_PRODUCTS:
+            while True:
+                if operator.products >= MOST_PRODUCTS:
+                    raise InterruptedSearchError
                 for known in vectors:
                     z = z - known.dot(z) * known
                 z = z / torch.linalg.vector_norm(z)
@@ -172,8 +113,6 @@ def by_power_iteration(setting: Setting, k: int, seed: int, tol: float) -> Answe
                 if torch.linalg.vector_norm(image - value * z).item() <= tol * abs(value):
                     break
                 z = image
-            else:
-                return Answer([math.nan] * k, operator.products)
             values.append(value)
             vectors.append(z / torch.linalg.vector_norm(z))
         return Answer(sorted(values, reverse=True), operator.products)
@@ -212,48 +151,98 @@ METHODS: dict[str, Callable[[Setting, int, int, float], Answer]] = {
 LADDERS = {"hessian-eigenthings, Lanczos": STEPS}
 """of the methods that have another one"""
 
+BEGIN = {"PyHessian": 5e-4, "hessian-eigenthings, power iteration": 5e-3}
+"""where the tolerance for several eigenvalues is about to be: the search begins there"""
 
-def truth(setting: Setting, k: int = 8) -> tuple[list[float], float]:
-    """k eigenvalues from a long run, and how far eigsh at a tolerance of 1e-5 is from them, relatively."""
-    long = by_curvmon(setting, k, 0, rtol=1e-5, max_hvps=600).values
-    other = by_eigsh(setting, k, 1, tol=1e-5).values
-    return long, max(abs(a - b) for a, b in zip(long, other)) / abs(long[0])
+LADDER_NOTE = (
+    f"Tolerances tried: {', '.join(f'{tolerance:g}' for tolerance in LADDER)}, by bisection (verified: that of the "
+    "search without); for hessian-eigenthings' Lanczos, which has no tolerance, its number of steps, the "
+    f"first that serves of {', '.join(map(str, STEPS))}. A search of {MOST_PRODUCTS} HVPs is interrupted."
+)
+VERIFIED = {"curvmon, verified": "curvmon", "curvmon, trace=False, verified": "curvmon, trace=False"}
+"""the method whose tolerance they are given: they add a second search to it"""
 
 
-class Attempt(NamedTuple):
-    """What a method finds from every start at one tolerance; if that does not serve, from some of them.
+def truth(setting: Setting, k: int = 5) -> list[float]:
+    """k eigenvalues from a longer run; the error of an eigenvalue is about the square of its residual: 1e-6 of it.
 
-    Attributes:
-        tolerance: or number of steps.
-        answers: one for each start.
-        seconds: of computing time, for each start.
-        error: the largest relative error of any eigenvalue.
+    That eigsh, from other starting vectors, is right by this truth confirms it.
     """
-
-    tolerance: float
-    answers: list[Answer]
-    seconds: list[float]
-    error: float
-
-    @property
-    def serves(self) -> bool:
-        return self.error <= WANTED
+    return cached(f"truth of {k}, {setting.name}", lambda: by_curvmon(setting, k, 0, rtol=1e-3, max_hvps=600).values)
 
 
-def loosest(name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int]) -> Attempt:
-    """At the loosest tolerance with which all values are within one percent; the last attempt if there is none."""
-    for tolerance in LADDERS.get(name, LADDER):
-        attempt = Attempt(tolerance, [], [], 0.0)
-        for seed in starts:
-            began = time.process_time()
-            attempt.answers.append(METHODS[name](setting, k, seed, tolerance))
-            attempt.seconds.append(time.process_time() - began)
-            attempt = attempt._replace(error=max(attempt.error, _error(attempt.answers[-1], true)))
-            if not attempt.serves:
-                break
-        if attempt.serves or math.isinf(attempt.error):  # given up: a stricter tolerance takes longer still
+def truth_note(true: Sequence[float]) -> str:
+    values = ", ".join(f"{value:.4g}" for value in true)
+    return (
+        f"True eigenvalues {values} (curvmon, verified, at a tolerance of 0.001; the errors of eigsh, which starts "
+        "elsewhere, say how well they are known)."
+    )
+
+
+def attempt_at(
+    tolerance: float,
+    name: str,
+    setting: Setting,
+    k: int,
+    true: list[float],
+    starts: Sequence[int],
+    first: Attempt | None = None,
+) -> Attempt:
+    """From every start, as long as it serves; `first`: what is known of the first one."""
+    attempt = first or Attempt(tolerance, [], [], [], 0.0)
+    for seed in starts[len(attempt.answers) :]:
+        began = time.process_time()
+        with KernelCounts() as counts:
+            try:
+                answer = METHODS[name](setting, k, seed, tolerance)
+            except InterruptedSearchError:
+                answer = Answer([math.nan] * k, MOST_PRODUCTS)
+        attempt = Attempt(
+            tolerance,
+            [*attempt.answers, answer],
+            [*attempt.seconds, time.process_time() - began],
+            [*attempt.kernels, counts.totals[0]],
+            max(attempt.error, _error(answer, true)),
+        )
+        if not attempt.serves:
             break
     return attempt
+
+
+def loosest(
+    name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int], ladder: Sequence[float]
+) -> Attempt:
+    """At the loosest tolerance of the ladder with which all values are within one percent from every start.
+
+    That of the first start is searched for, then the ladder is followed until the others are content, too.
+    """
+
+    def attempt(tolerance: float, among: Sequence[int] = starts, first: Attempt | None = None) -> Attempt:
+        return attempt_at(tolerance, name, setting, k, true, among, first)
+
+    # with more steps, hessian-eigenthings' Lanczos finds copies of eigenvalues: no bisection
+    begin = BEGIN.get(name) if k > 1 else None
+    first = loosest_of(ladder, lambda tolerance: attempt(tolerance, starts[:1]), begin, scan=name in LADDERS)
+    if not first.serves:
+        return first
+    every = attempt(first.tolerance, first=first)
+    for tolerance in ladder[ladder.index(first.tolerance) + 1 :]:
+        if every.serves or every.interrupted:
+            break
+        every = attempt(tolerance)
+    return every
+
+
+def all_loosest(
+    names: Iterable[str], setting: Setting, k: int, true: list[float], starts: Sequence[int]
+) -> Iterator[tuple[str, Attempt]]:
+    """Of every method; with a second search at the tolerance of the first."""
+    attempts: dict[str, Attempt] = {}
+    for name in names:
+        first = attempts.get(VERIFIED.get(name, ""))
+        ladder = LADDERS.get(name, LADDER) if first is None else [first.tolerance]
+        attempts[name] = loosest(name, setting, k, true, starts, ladder)
+        yield name, attempts[name]
 
 
 def _error(answer: Answer, true: list[float]) -> float:

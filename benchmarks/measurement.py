@@ -34,9 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.header import measured_on
 from benchmarks.memory import peak_beyond_now
 from benchmarks.networks import Decoder, classification_loss, next_token_loss
-from benchmarks.speed import machine
 from benchmarks.trained import images
 from curvmon import CurvatureMonitor
 from curvmon.integrations.lightning.recorder import Recorder
@@ -296,7 +296,7 @@ def table(networks: Sequence[str], data: Path | None, warm: int) -> Iterator[lis
     head = [
         "# Cost of a whole measurement",
         "",
-        f"Measured on {machine()}, with `python -m benchmarks.measurement`.",
+        measured_on("measurement"),
         "What the columns mean: [cost and tuning](cost.md#what-a-default-measurement-takes).",
         "",
         "| network, 32 samples | computing time, passes | kernels, passes | synchronizations | HVPs: pairs + spectrum "

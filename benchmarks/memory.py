@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.header import measured_on
 from benchmarks.networks import DECODER_NODES, Decoder, classification_loss, next_token_loss
 from benchmarks.resnet18 import NODES
-from benchmarks.speed import machine
 from curvmon.monitor.pairs_and_spectrum import measure_pairs, measure_spectrum
 from curvmon.monitor.settings import Settings
 from tests.helpers.resnet import resnet18
@@ -108,7 +108,7 @@ def compare(case: str) -> list[float]:
 def table(cases: Sequence[str]) -> Iterator[str]:
     yield "# Peak memory of a measurement"
     yield ""
-    yield f"Beyond model and batch. Measured on {machine()}, with `python -m benchmarks.memory`."
+    yield f"Beyond model and batch. {measured_on('memory')}"
     yield "What the columns mean: [cost and tuning](cost.md#memory)."
     yield ""
     yield "| network | training step | pairs | relative to the step | spectrum | relative to the step |"

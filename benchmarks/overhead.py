@@ -19,7 +19,7 @@ import pytorch_lightning as pl
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.speed import machine
+from benchmarks.header import machine
 from curvmon import CurvatureMonitor
 from curvmon.monitor.budget import Budget
 from examples.image_classifier import Classifier, ResNet, digits, prepared

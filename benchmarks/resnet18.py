@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
+from curvmon.records import METRICS
 from tests.helpers.resnet import resnet18
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -55,6 +56,25 @@ def seconds_per_pass(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
     return min(times)
 
 
+def measurements(
+    activation: str, data: tuple[Tensor, Tensor], seeds: int, cifar_stem: bool = False
+) -> Iterator[tuple[curvmon.Measurement, float]]:
+    """Of the networks with seeds 42, 43, ...: the measurement, and how many passes it took."""
+    for seed in range(42, 42 + seeds):
+        model = resnet18(activation=ACTIVATIONS[activation], seed=seed, cifar_stem=cifar_stem).eval()
+        found = curvmon.measure(model, data, loss=loss, nodes=NODES)
+        yield found, found.seconds / seconds_per_pass(model, data)
+
+
+def by_distance(measured: Sequence[curvmon.Measurement]) -> dict[str, Tensor]:
+    """Means over networks, and over the pairs d = 0, 1, ... apart."""
+    return {m: torch.stack([each.by_distance(m) for each in measured]).mean(0) for m in METRICS}
+
+
+def mean_metrics(activation: str, path: Path | None, seeds: int) -> dict[str, Tensor]:
+    return by_distance([found for found, _ in measurements(activation, batch(path), seeds)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="npz file with x_test (uint8, N x 3 x 32 x 32) and y_test")
@@ -64,18 +84,11 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     data = batch(arguments.data)
-    for name, activation in ACTIVATIONS.items():
-        found, passes = [], []
-        for seed in range(42, 42 + arguments.seeds):
-            model = resnet18(activation=activation, seed=seed, cifar_stem=arguments.cifar_stem).eval()
-            found.append(curvmon.measure(model, data, loss=loss, nodes=NODES))
-            passes.append(found[-1].seconds / seconds_per_pass(model, data))
-        print(f"\n{name}: {found[-1].hvps} products, {sum(passes) / len(passes):.0f} forward+backward passes")
+    for name in ACTIVATIONS:
+        found, passes = zip(*measurements(name, data, arguments.seeds, arguments.cifar_stem))
+        print(f"\n{name}: {found[-1].hvps} HVPs, {sum(passes) / len(passes):.0f} forward+backward passes")
         print("d   R          paper    C      paper  D     gap")
-        means = {
-            m: torch.stack([x.by_distance(m) for x in found]).mean(0)
-            for m in ("resonance", "coupling", "stable_rank", "gn_gap")
-        }
+        means = by_distance(found)
         for d in range(len(NODES)):
             r, c, rank, gap = (means[m][d].item() for m in means)
             reference = PAPER[name]["resonance"][d], PAPER[name]["coupling"][d]

@@ -1,18 +1,17 @@
 """HVPs for the top eigenvalues and the trace, compared with PyHessian, eigsh, hessian-eigenthings and power iteration.
 
-    make bench-spectrum                                                 installs the other packages, some hours
+    make bench-spectrum                                                 installs the other packages, half an hour
     python -m benchmarks.spectra --data cifar10_subset.npz              real images (x_train, y_train, x_test, y_test)
     python -m benchmarks.spectra --parts cost --only gpt6 --starts 1    part of it
+    python -m benchmarks.spectra --parts starts,best                    what warm starts could save, some hours
 
-What "to one percent" costs: each method stops by
-its own rule, at the loosest tolerance with which all its eigenvalues are within one percent of the truth from every
-start. The truth is a long run of curvmon, itself checked with eigsh.
+What "to one percent" costs: each method stops by its own rule, at the loosest tolerance with which all its eigenvalues
+are within one percent of the truth from every start. The truth is a longer run of curvmon, which eigsh confirms.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,51 +22,52 @@ import torch
 
 import curvmon
 from benchmarks import search_cost
-from benchmarks.eigensolvers import METHODS, loosest, truth
-from benchmarks.speed import machine
+from benchmarks.eigensolvers import LADDER_NOTE, METHODS, all_loosest, truth, truth_note
+from benchmarks.header import measured_on
+from benchmarks.tolerances import Attempt
 from benchmarks.trained import Setting, annealed_resnets, trained_decoders, trained_resnets
 from benchmarks.warm_starts import TOLERANCE, best_combination, warm_starts
 from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.trace import trace_of_parts
 
-STARTS = 4
+STARTS = 2
+REPETITIONS = 6
+"""of the trace"""
 
 
-def cells(name: str, setting: Setting, k: int, true: list[float], starts: Sequence[int]) -> str:
-    """`products of every start (tolerance) | median, with start, with trace | error`, where the tolerance serves."""
-    attempt = loosest(name, setting, k, true, starts)
+def cells(attempt: Attempt) -> str:
+    """`HVPs of every start (tolerance) | median, with start, with trace | error`, where the tolerance serves."""
     answers, last = attempt.answers, attempt.answers[-1]
     if attempt.serves:
         each = ", ".join(str(answer.products) for answer in answers)
         columns = [[a.products for a in answers], [a.started for a in answers], [a.counted for a in answers]]
         medians = ", ".join(f"{statistics.median(column):g}" for column in columns if any(column))
         return f"{each} ({attempt.tolerance:g}) | {medians} | {100 * attempt.error:.2g} %"
-    if math.isinf(attempt.error):
-        return f"stopped after {last.products} ({attempt.tolerance:g}) | | "
+    if attempt.interrupted:
+        return f"interrupted after {last.products} ({attempt.tolerance:g}) | | "
     values = ", ".join(f"{value:.3g}" for value in last.values)
     return f"never ({last.products} at {attempt.tolerance:g}: {values}) | | {100 * attempt.error:.2g} %"
 
 
 def eigenvalues(setting: Setting, starts: Sequence[int]) -> Iterator[str]:
-    true, disagreement = truth(setting)
+    true = truth(setting)
     yield f"### {setting.name}"
     yield ""
     yield "| | top-1: every start (tolerance) | median | error | top-5: every start (tolerance) | median | error |"
     yield "|---|---|---|---|---|---|---|"
-    for name in METHODS:
-        yield f"| {name} | {' | '.join(cells(name, setting, k, true, starts) for k in (1, 5))} |"
-    values = ", ".join(f"{value:.4g}" for value in true)
+    one, five = (all_loosest(METHODS, setting, k, true, starts) for k in (1, 5))
+    for (name, first), (_, second) in zip(one, five):
+        yield f"| {name} | {cells(first)} | {cells(second)} |"
     yield ""
     yield (
         f"HVPs of the search from each of {len(starts)} starting vectors, at the loosest tolerance that reaches one "
-        "percent, and their median (in brackets for hessian-eigenthings' Lanczos, which has no tolerance: its number "
-        "of steps); then the medians with the cost of the starting vector, and with the trace. Error: the largest "
-        "relative error of any eigenvalue from any starting vector. "
-        f"True eigenvalues {values}; eigsh at a tolerance of 1e-5 agrees to {disagreement:.0e} of the first."
+        "percent, and their median; then the medians with the cost of the starting vector, and with the trace. Error: "
+        f"the largest relative error of any eigenvalue from any starting vector. {LADDER_NOTE} "
+        f"{truth_note(true)}"
     )
 
 
-def trace(setting: Setting, repetitions: int = 12) -> Iterator[str]:
+def trace(setting: Setting, repetitions: int = REPETITIONS) -> Iterator[str]:
     """Standard error of the trace at equal products, all of Lanczos' counted, against plain Hutchinson."""
     found = [
         curvmon.spectrum(
@@ -112,20 +112,24 @@ def trace(setting: Setting, repetitions: int = 12) -> Iterator[str]:
 
 def report(data: Path | None, only: list[str], parts: list[str], starts: Sequence[int]) -> Iterator[str]:
     """The tables line by line, as soon as they are known."""
-    yield f"Measured on {machine()}, in one run of `python -m benchmarks.spectra`."
+    yield measured_on("spectra")
     yield "What the columns mean, what was tried and what does not help: [HVPs for eigenvalues](spectrum-cost.md)."
     yield ""
-    for network in search_cost.NETWORKS if "cost" in parts else ():
-        if network in only:
-            yield from search_cost.table(network, data, starts)
-            yield ""
-    resnets = trained_resnets(data, "warm" in parts) if "resnet" in only else []
-    decoders = trained_decoders() if "decoder" in only else []
+    late = "starts" in parts
+    resnets = trained_resnets(data, late) if "resnet" in only else []
+    decoders = trained_decoders(late) if "decoder" in only else []
     settings = [*resnets[:1], *decoders[:1]]
     for setting in settings if "eigenvalues" in parts else ():
         yield from eigenvalues(setting, starts)
         yield ""
-    if "warm" in parts:
+    for setting in settings if "trace" in parts else ():
+        yield from trace(setting)
+        yield ""
+    for network in search_cost.NETWORKS if "cost" in parts else ():
+        if network in only:
+            yield from search_cost.table(network, data, starts)
+            yield ""
+    if "starts" in parts:
         yield from warm_starts(chain(resnets, decoders, annealed_resnets(data) if resnets else ()))
         yield ""
     for setting in resnets[:1] if "best" in parts else ():
@@ -136,9 +140,6 @@ def report(data: Path | None, only: list[str], parts: list[str], starts: Sequenc
             "the worst of five."
         )
         yield ""
-    for setting in settings if "trace" in parts else ():
-        yield from trace(setting)
-        yield ""
 
 
 def main() -> None:
@@ -146,16 +147,17 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", default=f"{','.join(search_cost.NETWORKS)},resnet,decoder")
-    parser.add_argument("--parts", default="cost,eigenvalues,warm,best,trace")
+    parser.add_argument("--parts", default="eigenvalues,trace,cost", help="also starts, best (some hours)")
     parser.add_argument("--starts", type=int, default=STARTS, help="starting vectors of every search")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     lines = ["# Hessian-vector products for the top eigenvalues", ""]
     parts = arguments.parts.split(",")
     for line in report(arguments.data, arguments.only.split(","), parts, range(arguments.starts)):
         print(line, flush=True)
         lines.append(line)
-    if arguments.write:
-        arguments.write.write_text("\n".join(lines).rstrip() + "\n")
+        if arguments.write:
+            arguments.write.write_text("\n".join(lines).rstrip() + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.header import cached
 from benchmarks.networks import Decoder, classification_loss
 from tests.helpers.resnet import resnet18
 
@@ -47,6 +48,10 @@ def images(data: Path | None) -> tuple[Tensor, Tensor]:
 
 def trained_resnets(data: Path | None, late: bool) -> list[Setting]:
     """ResNet-18 with the ImageNet stem after ten epochs, and one later; `late`: also at lower learning rates."""
+    return cached(f"ResNets, {data and data.name}, {late}", lambda: _trained_resnets(data, late))
+
+
+def _trained_resnets(data: Path | None, late: bool) -> list[Setting]:
     x, y = images(data)
     model = resnet18(seed=42)
     probe = x[:32].clone(), y[:32].clone()
@@ -138,11 +143,15 @@ class FlatDecoder(nn.Module):
         return self.inner(ids).flatten(0, 1)
 
 
-def trained_decoders() -> list[Setting]:
+def trained_decoders(late: bool) -> list[Setting]:
     """Four layers of width 64 on characters of Python's own documentation, after 200 steps, and annealed after 1,300.
 
-    Each also 100 steps later. The learning rate falls from step 900 on, to nearly zero at 1,400.
+    Each also 100 steps later. The learning rate falls from step 900 on, to nearly zero at 1,400. `late`: both.
     """
+    return cached(f"decoders, {late}", lambda: _trained_decoders(late))
+
+
+def _trained_decoders(late: bool) -> list[Setting]:
     from pydoc_data.topics import topics
 
     torch.manual_seed(0)
@@ -159,7 +168,7 @@ def trained_decoders() -> list[Setting]:
 
     probe = windows(8)
     kept: dict[int, nn.Module] = {}
-    for step in range(1401):
+    for step in range(1401 if late else 301):
         if step in (200, 300, 1300, 1400):
             kept[step] = copy.deepcopy(model).eval()
         for group in optimizer.param_groups:
@@ -169,4 +178,7 @@ def trained_decoders() -> list[Setting]:
         F.cross_entropy(model(ids), following).backward()
         optimizer.step()
     names = {200: "decoder, 8 x 64 characters", 1300: "decoder, annealed, after 1,300 steps of 1,400"}
-    return [Setting(names[s], kept[s], kept[s + 100], probe, nn.CrossEntropyLoss()) for s in (200, 1300)]
+    return [
+        Setting(names[s], kept[s], kept[s + 100], probe, nn.CrossEntropyLoss())
+        for s in ((200, 1300) if late else (200,))
+    ]
