@@ -197,22 +197,28 @@ class KrylovSpace:
         rest = _normalized(images, before)
         del images  # its memory
         few, old = len(rest), len(self.basis)
-        total = torch.zeros((old + len(self.front), few), dtype=torch.float64, device="cpu")
+        count = (old + len(self.front)) * few
+        total = torch.zeros(count, dtype=torch.float64, device="cpu")
         own, locked = [*self.basis.filled(), self.front], self._locked.filled()
-        for is_last in (False, True):
-            inner = _inner(own, rest)
-            _subtract(rest, own, inner)
-            if locked:
-                _subtract(rest, locked, _inner(locked, rest))
+        # a CPU looks whether the second round is needed; for an accelerator that would be a synchronisation
+        for rounds in ((1, 1) if rest.device.type == "cpu" else (2,)):
+            inner = rest.new_zeros(count, dtype=precise_dtype(rest))
+            for _ in range(rounds):
+                found = _inner(own, rest)
+                _subtract(rest, own, found)
+                inner += found.flatten()
+                if locked:
+                    _subtract(rest, locked, _inner(locked, rest))
             # one copy to the host
-            numbers = _on_host(torch.cat([inner.flatten(), _inner([rest], rest).flatten(), before.to(inner)]))
+            numbers = _on_host(torch.cat([inner, _inner([rest], rest).flatten().to(inner), before.to(inner)]))
             if not torch.isfinite(numbers).all():
                 raise NonFiniteError(NOT_FINITE)
-            flat, gram, lengths = torch.split(numbers, [inner.numel(), few**2, few])
-            total += flat.reshape(total.shape)
+            added, gram, lengths = torch.split(numbers, [count, few**2, few])
+            total += added
             gram = gram.reshape(few, few)
-            if is_last or gram.diagonal().min() >= CANCELLATION**2:
+            if gram.diagonal().min() >= CANCELLATION**2:
                 break
+        total = total.reshape(-1, few)
         return total * lengths, lengths, rest, gram
 
 
