@@ -13,7 +13,7 @@ and for φ = <a, dQ> + <b, dK> + <c, dV>, with P' = σ(s a K^T + s Q b^T), the t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from curvmon.isolation.patches import SOFTMAX_BACKWARD
+
+PART, PART_ON_CPU = 2**26, 2**16
+"""entries of P that are used at a time; on a CPU, what fits into its cache"""
 
 
 def is_supported(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> bool:
@@ -72,8 +75,7 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = _Gradient.apply(g, q, k, v, p, call, *proxies)  # type: ignore[no-untyped-call]
         else:
-            g = _matrices(g)
-            gradients = call.gradients(g, _softmax_gradient(torch.bmm(g, v.mT), p), q, k, p)
+            gradients = call.gradients(_matrices(g), q, k, v, p)
         return *gradients, *(None,) * 7
 
 
@@ -85,11 +87,16 @@ class _Call:
         self.scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         self.mode = mode
 
-    def gradients(self, g: Tensor, z: Tensor, q: Tensor, k: Tensor, p: Tensor) -> list[Tensor]:
+    def gradients(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> list[Tensor]:
         """dQ, dK, dV; q is s Q, here and everywhere."""
-        return self.shaped(torch.bmm(z, k) * self.scale, torch.bmm(z.mT, q), torch.bmm(p.mT, g))
 
-    def shaped(self, *matrices: Tensor) -> list[Tensor]:
+        def part(g: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> list[Tensor]:
+            z = _softmax_gradient(torch.bmm(g, v.mT), p)
+            return [torch.bmm(z, k) * self.scale, torch.bmm(z.mT, q), torch.bmm(p.mT, g)]
+
+        return self.shaped(_in_parts(part, p, g, q, k, v, p))
+
+    def shaped(self, matrices: Sequence[Tensor]) -> list[Tensor]:
         return [x.reshape(shape) for x, shape in zip(matrices, self.shapes)]
 
 
@@ -102,26 +109,41 @@ class _Gradient(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.call, ctx.shape, ctx.replaced_node = call, g.shape, None
         g = _matrices(g)
-        n = torch.bmm(g, v.mT)
-        n -= (p * n).sum(-1, keepdim=True)
-        ctx.save_for_backward(g, q, k, v, p, n)
-        return tuple(call.gradients(g, p * n, q, k, p))
+        ctx.save_for_backward(g, q, k, v, p)
+        return tuple(call.gradients(g, q, k, v, p))
 
     @staticmethod
     @once_differentiable  # a third derivative would be wrong: an error instead
     def backward(ctx: Any, a: Tensor, b: Tensor, c: Tensor) -> Any:
-        g, q, k, v, p, n = ctx.saved_tensors
-        call: _Call = ctx.call
-        a, b, c = _matrices(a) * call.scale, _matrices(b), _matrices(c)
-        tangent = _softmax_gradient(torch.baddbmm(torch.bmm(a, k.mT), q, b.mT), p)
-        for_g = torch.baddbmm(torch.bmm(p, c), tangent, v).reshape(ctx.shape)
-        if call.mode.only_cotangents:
-            return for_g, *(None,) * 8
-        w = torch.addcmul(p * torch.bmm(g, c.mT), tangent, n)
-        y, z = torch.addcmul(w, p, w.sum(-1, keepdim=True), value=-1), p * n
-        for_q = torch.baddbmm(torch.bmm(y, k), z, b) * call.scale
-        for_k = torch.baddbmm(torch.bmm(y.mT, q), z.mT, a)
-        return for_g, *(None,) * 5, *call.shaped(for_q, for_k, torch.bmm(tangent.mT, g))
+        call, only_g = ctx.call, ctx.call.mode.only_cotangents
+
+        def part(
+            g: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, a: Tensor, b: Tensor, c: Tensor
+        ) -> list[Tensor]:
+            tangent = _softmax_gradient(torch.baddbmm(torch.bmm(a, k.mT), q, b.mT), p)
+            for_g = torch.baddbmm(torch.bmm(p, c), tangent, v)
+            if only_g:
+                return [for_g]
+            n = torch.bmm(g, v.mT)
+            n -= (p * n).sum(-1, keepdim=True)
+            w = torch.addcmul(p * torch.bmm(g, c.mT), tangent, n)
+            y, z = torch.addcmul(w, p, w.sum(-1, keepdim=True), value=-1), p * n
+            for_q = torch.baddbmm(torch.bmm(y, k), z, b) * call.scale
+            return [for_g, for_q, torch.baddbmm(torch.bmm(y.mT, q), z.mT, a), torch.bmm(tangent.mT, g)]
+
+        tensors = *ctx.saved_tensors, _matrices(a) * call.scale, _matrices(b), _matrices(c)
+        for_g, *others = _in_parts(part, ctx.saved_tensors[-1], *tensors)
+        return for_g.reshape(ctx.shape), *(None,) * 5, *(call.shaped(others) or (None,) * 3)
+
+
+def _in_parts(function: Callable[..., list[Tensor]], weights: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """A few matrices at a time: on a CPU, what is computed between arguments and results stays in its cache."""
+    entries = PART_ON_CPU if weights.device.type == "cpu" else PART
+    step = max(1, entries // weights[0].numel())
+    if step >= len(weights):
+        return function(*tensors)
+    parts = [function(*part) for part in zip(*(torch.split(x, step) for x in tensors))]
+    return [torch.cat(results) for results in zip(*parts)]
 
 
 def _matrices(x: Tensor) -> Tensor:
