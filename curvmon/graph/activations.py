@@ -80,10 +80,11 @@ class InputProxy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.replaced_node = None
+        ctx.set_materialize_grads(False)
         return x.new_zeros(()).expand_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
         return gradient
 
 
