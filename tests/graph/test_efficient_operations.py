@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvmon
 from benchmarks.networks import Decoder, next_token_loss
+from curvmon.graph import attention
 from curvmon.graph.autograd import differentiate
 from curvmon.graph.efficient_operations import EfficientOperations, is_efficient_operation
 from curvmon.graph.linear_layers import used_once
@@ -212,6 +213,20 @@ def test_attention(name: str) -> None:
             found, images = products(efficient, (*leading, 5, 4), tokens, batched)
         torch.testing.assert_close(found, values, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(images, truth, rtol=1e-10, atol=1e-12)
+
+
+def test_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of them is smaller."""
+    tokens = parameters((3, 3, 6, 4), (3, 3, 6, 3))
+
+    def efficient(*args: Tensor) -> Tensor:
+        with EfficientOperations():
+            return F.scaled_dot_product_attention(*args, is_causal=True)
+
+    whole = [products(efficient, (3, 3, 5, 4), tokens, batched) for batched in (False, True)]
+    monkeypatch.setattr(attention, "PART_ON_CPU", 2 * 5 * 6)
+    parts = [products(efficient, (3, 3, 5, 4), tokens, batched) for batched in (False, True)]
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
 
 
 def test_first_derivative_of_attention_without_a_graph() -> None:
