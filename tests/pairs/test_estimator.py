@@ -98,10 +98,8 @@ NORMS = ("resonance", "coupling", "gn_gap")
 
 def test_three_probes_are_enough_for_the_norms_of_flat_spectra() -> None:
     operator = problem(0.05, sizes=(500, 500, 500))
-    found = [estimate(operator, seed, None, effort=FOR_NORMS) for seed in range(8)]
-    least = 2 * 3 * 3
-    assert min(each.hvps for each in found) == least
-    assert statistics.median(each.hvps for each in found) < 2 * 3 * 5  # two directions and three probes
+    found = [estimate(operator, seed, None, rtol=0.1, effort=FOR_NORMS) for seed in range(8)]
+    assert statistics.median(each.hvps for each in found) == 2 * 3 * 3
     shares = coverage(deviations(operator, range(8), None, FOR_NORMS))
     assert all(shares[metric] >= 0.85 for metric in NORMS), shares
 
