@@ -122,7 +122,7 @@ class PairEstimator:
         return self._finished(self._refined_basis())
 
     def _probes_first(self) -> bool:
-        """Where GN has no exact factors, which have leading directions for a basis, and the budget allows for one later."""
+        """Where GN has no exact factors, with leading directions for a basis, and the budget allows for one later."""
         columns = 2 * MIN_PROBES + 1
         large = all(self._operator.templates[v].numel() > SMALL_NODE for v in self._nodes)
         return self._effort.probes_first and self._hvps_per_column == 2 and large and self._columns >= columns
