@@ -3,6 +3,7 @@
     convolution     W x is linear in W and in x (`trilinear`); torch also computes derivatives that are not needed
     batch norm      in eval mode likewise; torch composes its second derivative of some thirty operations
     layer norm      a second derivative in closed form; torch composes it of some seventy operations
+    attention       likewise (`attention`); torch composes it of some forty operations
     cross-entropy   the softmax one, in parts: torch holds several tensors of the size of the logits
     activation      elementwise f(x): f'(x) and f''(x) are computed once; torch composes them in every product from
                     several operations, each of which keeps its inputs
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from curvmon.graph.activations import Activation, Relu
+from curvmon.graph.attention import Attention, is_supported
 from curvmon.graph.cross_entropy import cross_entropy
 from curvmon.graph.layer_norm import LayerNorm
 from curvmon.graph.proxy import without_values
@@ -33,6 +35,7 @@ from curvmon.isolation.patches import (
     CONVOLUTION_BACKWARD,
     LAYER_NORM_BACKWARD,
     NATIVE_FUNCTIONS,
+    SOFTMAX_BACKWARD,
     is_transformed,
     version,
 )
@@ -125,6 +128,8 @@ class EfficientOperations(TorchFunctionMode):
             result = self._batch_norm(*args, **kwargs)
         elif func is F.layer_norm and _is_replaceable_call():
             result = self._layer_norm(*args, **kwargs)
+        elif func is F.scaled_dot_product_attention and _is_replaceable_call():
+            result = self._attention(*args, **kwargs)
         elif func is F.cross_entropy and _is_replaceable_call():
             result = cross_entropy(self, *args, **kwargs)
         elif func in _ACTIVATIONS and args and _is_replaceable_call():
@@ -144,7 +149,7 @@ class EfficientOperations(TorchFunctionMode):
         # a tensor among the options would be a second input, or an output to write to
         if in_place or not _is_tapped(x) or not all(isinstance(value, (bool, int, float, str)) for value in options):
             return None
-        return _apply(_Activation, x, without_values(x), self, lambda at: func(at, *args, **kwargs))
+        return _apply(Activation, x, without_values(x), self, lambda at: func(at, *args, **kwargs))
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
         """Arguments as those of F.linear."""
@@ -216,6 +221,24 @@ class EfficientOperations(TorchFunctionMode):
             return None
         return _apply(LayerNorm, input, weight, bias, list(normalized_shape), eps, self)
 
+    def _attention(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor | None:
+        """Arguments as those of F.scaled_dot_product_attention."""
+        supported = is_supported(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        if not supported or SOFTMAX_BACKWARD.get() is None:
+            return None
+        proxies = (_apply(InputProxy, x) for x in (query, key, value))
+        return _apply(Attention, query, key, value, attn_mask, is_causal, scale, self, *proxies)
+
 
 def _is_replaceable_call() -> bool:
     """Neither under torch.func nor in forward mode: these need rules that the replacements do not have."""
@@ -250,90 +273,6 @@ def torch_names(function: Any) -> list[str]:
     return (names or "").split()
 
 
-class _Activation(torch.autograd.Function):
-    """y = f(x), elementwise."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, proxy: Tensor, mode: EfficientOperations, function: Any) -> Tensor:
-        with torch.enable_grad():
-            at = x.detach().requires_grad_()
-            y = function(at)
-            (first,) = torch.autograd.grad(y, at, torch.ones_like(y), create_graph=True)
-            second = torch.autograd.grad(first, at, torch.ones_like(y))[0] if first.requires_grad else None
-        ctx.save_for_backward(proxy, first.detach())
-        ctx.second = [torch.zeros_like(x) if second is None else second]
-        mode.second.append(ctx.second)
-        ctx.mode, ctx.replaced_node = mode, y.grad_fn.name()
-        value: Tensor = y.detach()
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        proxy, first = ctx.saved_tensors
-        ctx.mode.loss_differentiates |= ctx.mode.active
-        if not torch.is_grad_enabled():
-            return gradient * first, None, None, None
-        return _apply(_ActivationGradient, gradient, proxy, first, *ctx.second, ctx.mode), None, None, None
-
-
-class _Relu(torch.autograd.Function):
-    """Linear in pieces; torch adds zeros for the second derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, in_place: bool) -> Tensor:
-        y = torch.relu_(x) if in_place else torch.relu(x)
-        if in_place:
-            ctx.mark_dirty(x)
-        ctx.save_for_backward(y > 0, x.new_zeros(()))
-        ctx.replaced_node = "ReluBackward0"
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        positive, zero = ctx.saved_tensors
-        return _passed(gradient, positive, zero), None
-
-
-def _passed(gradient: Tensor, positive: Tensor, zero: Tensor) -> Tensor:
-    """The gradient where the input was positive."""
-    if torch.is_grad_enabled():
-        return _apply(_Passed, gradient, positive, zero)
-    return torch.where(positive, gradient, zero)
-
-
-class _Passed(torch.autograd.Function):
-    """torch.where, whose own derivative makes a new zero every time."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, positive: Tensor, zero: Tensor) -> Tensor:
-        ctx.save_for_backward(positive, zero)
-        ctx.replaced_node = None
-        return torch.where(positive, gradient, zero)
-
-    @staticmethod
-    def backward(ctx: Any, tangent: Tensor) -> Any:
-        return _passed(tangent, *ctx.saved_tensors), None, None
-
-
-class _ActivationGradient(torch.autograd.Function):
-    """g f'(x), as a function of g and x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gradient: Tensor, proxy: Tensor, first: Tensor, second: Tensor, mode: EfficientOperations
-    ) -> Tensor:
-        ctx.save_for_backward(first, gradient * second)
-        ctx.mode, ctx.replaced_node = mode, None
-        return gradient * first
-
-    @staticmethod
-    @once_differentiable  # a third derivative would be wrong: an error instead
-    def backward(ctx: Any, tangent: Tensor) -> Any:
-        first, weighted_second = ctx.saved_tensors
-        for_x = None if ctx.mode.only_cotangents else tangent * weighted_second
-        return tangent * first, for_x, None, None, None
-
-
 def _relu(input: Any, inplace: bool = False) -> Tensor | None:
     """Arguments as those of F.relu."""
-    return _apply(_Relu, input, inplace) if _is_tapped(input) else None
+    return _apply(Relu, input, inplace) if _is_tapped(input) else None

@@ -18,8 +18,9 @@ class _Proxy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.replaced_node = None
+        ctx.set_materialize_grads(False)
         return x.new_zeros(()).expand_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
         return gradient

@@ -263,14 +263,14 @@ FORWARD_LEVEL = Symbol(
     missing="torch's own second derivatives of convolutions and activations are used, which are slower",
     is_valid=lambda value: isinstance(value, int),
 )
-CONVOLUTION_BACKWARD, BATCH_NORM_BACKWARD, LAYER_NORM_BACKWARD = (
+CONVOLUTION_BACKWARD, BATCH_NORM_BACKWARD, LAYER_NORM_BACKWARD, SOFTMAX_BACKWARD = (
     Symbol(
-        f"torch:ops.aten.{name}_backward",
+        f"torch:ops.aten.{name}_backward{'_data' if name == '_softmax' else ''}",
         why="single derivatives of an operation, without the others",
-        missing="torch's own second derivatives of convolutions or normalisations are used, which are slower",
+        missing="torch's own second derivatives of convolutions, normalisations and attention are used: slower",
         is_valid=callable,
     )
-    for name in ("convolution", "native_batch_norm", "native_layer_norm")
+    for name in ("convolution", "native_batch_norm", "native_layer_norm", "_softmax")
 )
 TENSOR_VERSION = Symbol(
     "torch:Tensor._version",
@@ -301,8 +301,8 @@ GROUP_OR_DEFAULT = Symbol(
 TABLE = [
     *PATCHES,
     AUTOCAST_ENABLED, *BACKWARD_HOOKS, *FORWARD_HOOKS, *GRADIENT_SYNC, MAKE_SUBCLASS, LOADER_ITERATOR, NATIVE_FUNCTIONS,
-    FUNCTORCH_STACK, FORWARD_LEVEL, CONVOLUTION_BACKWARD, BATCH_NORM_BACKWARD, LAYER_NORM_BACKWARD, TENSOR_VERSION,
-    TENSOR_BASE, DEFAULT_GROUP, GROUP_OR_DEFAULT,
+    FUNCTORCH_STACK, FORWARD_LEVEL, CONVOLUTION_BACKWARD, BATCH_NORM_BACKWARD, LAYER_NORM_BACKWARD, SOFTMAX_BACKWARD,
+    TENSOR_VERSION, TENSOR_BASE, DEFAULT_GROUP, GROUP_OR_DEFAULT,
 ]  # fmt: skip
 COLLECTIVES = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",

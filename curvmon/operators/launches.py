@@ -67,7 +67,10 @@ def _launch(chunk: Mapping[int, Tensor], image: Image) -> dict[int, list[Tensor]
     width, start = _width(chunk), 0
     if width == 1:
         (w,) = chunk
-        return {w: [x.reshape(-1, 1) for x in image({w: chunk[w].squeeze(1)}, False)]}
+        results = image({w: chunk[w].squeeze(1)}, False)
+        # one copy: results in the gaps between the tensors of a backward pass would keep these from being reused
+        together = torch.cat([x.reshape(-1, 1) for x in results])
+        return {w: list(torch.split(together, [x.numel() for x in results]))}
     rows = {}
     for w, z in chunk.items():
         rows[w] = F.pad(z.T, (0, 0, start, width - start - z.shape[1]))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvmon.errors import DivergedError, LossError, NodeError
 from curvmon.graph.arguments import batch_size, check_arguments, explained, has_dimension, why_not_finite
+from curvmon.graph.autograd import leads_to
 from curvmon.graph.nodes import Call, choose, labelled, record_calls, resolve
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
@@ -127,6 +128,12 @@ def _choose_nodes(
         rows = _rows_of_several(calls, samples, batch_dim) or samples
     while chosen := choose(model, calls, usable):
         graph = tap(chosen)
+        outputs = {call.key for i, call in enumerate(chosen) if _is_output(graph, i)}
+        others_remain = len(chosen) - len(outputs) >= 2
+        if outputs and others_remain and all(leads_to([graph.loss], [leaf]) for leaf in graph.taps):
+            skipped.update(outputs)
+            del graph  # it holds all activations
+            continue
         try:
             operator = GraphOperator(graph, batched)
         except LossError as error:  # the loss may depend on another part of the model
@@ -134,11 +141,10 @@ def _choose_nodes(
             skipped.update(call.key for call in chosen)
             continue
         dead = {call.key for call, gradient in zip(chosen, operator.gradients) if gradient is None}
-        outputs = {call.key for i, call in enumerate(chosen) if _is_output(graph, i)}
-        if not dead and (not outputs or len(chosen) - len(outputs) < 2):
+        if not dead and not (outputs and others_remain):
             return operator, _shape_notes(calls, chosen, has_rows, rows, batch_dim)
         skipped.update(dead or outputs)
-        del graph, operator  # they hold all activations
+        del graph, operator
     raise unrelated or NodeError(
         "no module with parameters returned a floating tensor with the batch's samples along "
         f"batch_dim={batch_dim}; pass nodes=[...] or the right batch_dim"

@@ -6,13 +6,15 @@ phases, and every HVP is counted:
     1. a few Lanczos steps (Lanczos 1950) at every node build its shared basis
     2. Krylov steps refine the bases until the spectral norms of all pairs have converged
     3. random probes estimate the rest until every standard error is below `rtol`
+
+For R, C and the gap alone, three probes without a basis may be enough: the flatter the spectra of the blocks, the less
+their norms vary. Only if they are not, there are phases 1 to 3, with these probes for a start.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,8 @@ SMALL_NODE = 12
 MIN_PROBES = 3
 MAX_PRODUCTS = 150
 """Limit without `max_hvps`, for a tolerance of 5 %."""
+FEW_MORE = 2.0
+"""A standard error up to so many times too large takes a few more probes; above, bases take fewer products."""
 
 
 class Effort(NamedTuple):
@@ -42,10 +46,12 @@ class Effort(NamedTuple):
     basis_size: dict[int, int]
     """for one HVP or two per column; more for a tolerance below 5 %"""
     probes: int
+    probes_first: bool
+    """without a basis"""
 
 
-FOR_ALL_METRICS = Effort(6, {1: 11, 2: 8}, 5)
-FOR_NORMS = Effort(2, {1: 3, 2: 2}, 3)
+FOR_ALL_METRICS = Effort(6, {1: 11, 2: 8}, 5, False)
+FOR_NORMS = Effort(2, {1: 3, 2: 2}, 3, True)
 """For R, C and the gap: their standard errors are below the tolerance, that of D is what it is."""
 
 
@@ -107,15 +113,30 @@ class PairEstimator:
 
     def run(self) -> Estimate:
         if not self._nodes:
-            return self._probe_until_converged(SharedBasis(self._images, {}))
+            return self._finished(SharedBasis(self._images, {}))
+        if self._probes_first():
+            estimate = self._probed(SharedBasis(self._images, dict.fromkeys(self._nodes, 0)), FEW_MORE)
+            if estimate is not None:
+                return estimate
         self._build_basis()
-        return self._probe_until_converged(self._refined_basis())
+        return self._finished(self._refined_basis())
+
+    def _probes_first(self) -> bool:
+        """Where GN has no exact factors, with leading directions for a basis, and the budget allows for one later."""
+        columns = 2 * MIN_PROBES + 1
+        large = all(self._operator.templates[v].numel() > SMALL_NODE for v in self._nodes)
+        return self._effort.probes_first and self._hvps_per_column == 2 and large and self._columns >= columns
 
     def _pairs(self) -> list[tuple[int, int]]:
         return [(v, w) for v in self._nodes for w in self._nodes if v <= w]
 
     def _build_basis(self) -> None:
         """A few Lanczos steps at every node with its diagonal block: its leading directions matter for all pairs."""
+        if any(self._images.size(v) for v in self._nodes):  # probes that were not enough
+            self._starts = {v: self._start_vector(v) for v in self._nodes}
+            self._images.add({v: self._next(v, self._images.last_image(v)) for v in self._starts})
+            self._images.read()
+            return
         steps = max(1, min(self._effort.lanczos_steps, self._columns // 3))
         first: dict[int, Tensor] = {}
         for v in self._nodes:
@@ -188,7 +209,13 @@ class PairEstimator:
     def _open_nodes(self) -> list[int]:
         return [v for v in self._nodes if self._images.size(v) < self._images.dimension(v)]
 
-    def _probe_until_converged(self, basis: SharedBasis) -> Estimate:
+    def _finished(self, basis: SharedBasis) -> Estimate:
+        estimate = self._probed(basis)
+        assert estimate is not None
+        return estimate
+
+    def _probed(self, basis: SharedBasis, most: float = math.inf) -> Estimate | None:
+        """With probes until all standard errors are small enough; None once one is `most` times too large."""
         rest = RestSamples(self._images, basis)
         dimensions = [template.numel() for template in self._operator.templates]
         assembler = Assembler(self._images, basis, rest, self._part, self._names, dimensions, self._eps)
@@ -202,28 +229,28 @@ class PairEstimator:
             self._probe_products += spent - (self._images.products - before)
             matrices = assembler.matrices()
             unconverged = self._unconverged(matrices)
+            if max(unconverged.values(), default=0.0) > most:
+                return None
             wanted = {v: min(-(-rest.count(v) // 2), rest.remaining(v)) for v in open_nodes if v in unconverged}
             wanted = {v: count for v, count in wanted.items() if count > 0}
             if not wanted:
-                return self._finished(matrices, assembler.notes(matrices, self._rtol))
+                return Estimate(matrices, self._spent, assembler.notes(matrices, self._rtol))
             each = (self._limit - self._spent) // (self._hvps_per_column * len(wanted))
             wanted = {v: min(count, each) for v, count in wanted.items()}
             if each <= 0:
                 why = "max_hvps" if self._limited_by_user else f"{self._limit} HVPs"
                 note = f"stopped at {why} before every standard error was below rtol={self._rtol:g}"
-                return self._finished(matrices, [note, *assembler.notes(matrices, self._rtol)])
+                return Estimate(matrices, self._spent, [note, *assembler.notes(matrices, self._rtol)])
 
-    def _finished(self, matrices: Matrices, notes: Sequence[str] = ()) -> Estimate:
-        return Estimate(matrices, self._spent, list(notes))
-
-    def _unconverged(self, matrices: Matrices) -> set[int]:
-        """Nodes with pairs whose standard errors are above the tolerance."""
-        unconverged: set[int] = set()
+    def _unconverged(self, matrices: Matrices) -> dict[int, float]:
+        """Nodes with pairs whose standard errors are above the tolerance, and how many times."""
+        unconverged: dict[int, float] = defaultdict(float)
         for v, w in self._pairs():
             for metric in ("resonance", "coupling", "gn_gap"):
                 value, error = matrices.get(metric, v, w), matrices.get(f"stderr/{metric}", v, w)
                 # a gap far below one needs no relative error of 5 %
                 scale = max(value, self._rtol) if metric == "gn_gap" else value
                 if error > self._rtol * scale and math.isfinite(scale):
-                    unconverged.update((v, w))
+                    excess = error / (self._rtol * scale) if scale else math.inf
+                    unconverged.update({node: max(unconverged[node], excess) for node in (v, w)})
         return unconverged

@@ -72,6 +72,13 @@ def gauss_newton_part(
         return NO_FACTORS
     probes = [gaussian(template, 1, generator) for template in operator.templates]
     few = layout.width <= MAX_COLUMNS and layout.width * layout.samples <= MAX_UNITS
+    image = None
+    if not few:
+        lengths = [1.0 if g is None else torch.linalg.vector_norm(g).clamp_min(1e-30) for g in operator.gradients]
+        image = _joint_image(operator, [z / length for z, length in zip(probes, lengths)])
+        if all(t >= gn for t, gn in zip(image.remainder, image.gauss_newton)):
+            why = "T is larger than GN, which is of little use as a control variate"
+            return NO_FACTORS._replace(hvps=2, notes=[f"no Gauss-Newton factors, HVPs instead: {why}"])
     source = _exact(operator, layout) if few else _sketched(operator, layout, generator)
     if source is None:
         what = "the loss has no factor that its precision resolves, or samples interact in it"
@@ -79,26 +86,22 @@ def gauss_newton_part(
     factors, coefficients = build(graph, source, batch_dim, probes)
     if not _samples_are_independent(operator, layout, source, factors):
         return NO_FACTORS._replace(notes=["no Gauss-Newton factors, HVPs instead: samples interact"])
-    # equal weights for all nodes, whatever their scale
     sizes: list[float] = torch.stack([torch.linalg.vector_norm(c) for c in coefficients]).tolist()
     scales = [1 / (size or 1.0) for size in sizes]
-    remainder, gauss_newton = operator.joint({v: scale * z for v, (z, scale) in enumerate(zip(probes, scales))})
-    assert gauss_newton is not None
-    forms = [precise(z.reshape(-1)) @ precise(image.reshape(-1)) for z, image in zip(probes, gauss_newton)]
-    read = to_host([*forms, *map(precise_norm, remainder), *map(precise_norm, gauss_newton)])
-    form, remainder_norm, gauss_newton_norm = torch.stack(read).reshape(3, -1).tolist()
+    if image is None:
+        image = _joint_image(operator, [scale * z for z, scale in zip(probes, scales)])
     if factors.is_exact:
         total = torch.stack([scale * c for scale, c in zip(scales, coefficients)]).sum(0)
-        for c, true, size in zip(coefficients, form, sizes):
-            if abs(factors.bilinear_form(c, total) - true) > AGREEMENT * size:
+        for c, scale, true, size in zip(coefficients, scales, image.form, sizes):
+            if abs(factors.bilinear_form(c, total) - true / scale) > AGREEMENT * size:
                 what = "its factors do not agree with an HVP (samples interact, or rounding)"
                 return NO_FACTORS._replace(hvps=2, notes=[f"no Gauss-Newton factors, HVPs instead: {what}"])
     if factors.cancels():
         return NO_FACTORS._replace(
             hvps=2, notes=["no Gauss-Newton factors, HVPs instead: parts of an indefinite loss cancel"]
         )
-    eps = max(torch.finfo(x.dtype).eps for x in remainder)
-    sizes_of_parts = enumerate(zip(remainder_norm, gauss_newton_norm))
+    eps = max(torch.finfo(x.dtype).eps for x in probes)
+    sizes_of_parts = enumerate(zip(image.remainder, image.gauss_newton))
     linear_nodes = frozenset(v for v, (t, gn) in sizes_of_parts if t <= 10 * eps * gn)
     if not factors.is_exact and len(linear_nodes) == len(graph.nodes):
         # H = GN everywhere: the error of the sketch is that of all metrics
@@ -111,6 +114,26 @@ def gauss_newton_part(
             source = source._replace(columns=wanted)
             factors, _ = build(graph, source, batch_dim, probes)
     return GaussNewtonPart(factors, linear_nodes, 2, [source.note])
+
+
+class _JointImage(NamedTuple):
+    """Of vectors z_v at all nodes at once."""
+
+    form: list[float]
+    """<z_v, Σ_w GN[v, w] z_w>"""
+    remainder: list[float]
+    """‖Σ_w T[v, w] z_w‖"""
+    gauss_newton: list[float]
+    """‖Σ_w GN[v, w] z_w‖"""
+
+
+def _joint_image(operator: GraphOperator, vectors: list[Tensor]) -> _JointImage:
+    """For vectors that give all nodes about the same weight, whatever their scale."""
+    remainder, gauss_newton = operator.joint(dict(enumerate(vectors)))
+    assert gauss_newton is not None
+    forms = [precise(z.reshape(-1)) @ precise(image.reshape(-1)) for z, image in zip(vectors, gauss_newton)]
+    read = to_host([*forms, *map(precise_norm, remainder), *map(precise_norm, gauss_newton)])
+    return _JointImage(*torch.stack(read).reshape(3, -1).tolist())
 
 
 def _exact(operator: GraphOperator, layout: Layout) -> Cotangents | None:

@@ -20,13 +20,6 @@ from curvmon.pairs.spectral_norm import SpectralNorm
 from curvmon.records import Metric
 
 
-class Block(NamedTuple):
-    """What the bases give for one pair v <= w."""
-
-    captured: PartNorms
-    asymmetry: float
-
-
 class RestEstimate(NamedTuple):
     """An estimate of ‖P_v A P_w‖_F², linear in the norms from probes and in the one of GN from factors.
 
@@ -60,11 +53,10 @@ class Assembler:
         self._names = names
         self._eps = eps
         self._pairs = [(v, w) for v in range(len(names)) for w in range(v, len(names))]
-        self._blocks = {
-            (v, w): Block(basis.captured(v, w), basis.asymmetry(v, w))
-            for v, w in self._pairs
-            if not part.gives_hessian(v, w)
+        self._blocks: dict[tuple[int, int], PartNorms] = {
+            (v, w): basis.captured(v, w) for v, w in self._pairs if not part.gives_hessian(v, w)
         }
+        self._asymmetries: dict[tuple[int, int], float] = {}
         self._factors: OutsideFactors | None = None
         """P_v GN[v, w] P_w from factors"""
         if self._blocks and part.factors is not None and part.factors.rows is not None:
@@ -90,12 +82,12 @@ class Assembler:
     def _asymmetry_notes(self) -> list[str]:
         """An asymmetry far above rounding: a backward pass between the nodes and the loss is wrong to second order."""
         limit = 30 * math.sqrt(self._eps)
-        worst = max(self._blocks, key=lambda pair: self._blocks[pair].asymmetry, default=None)
-        if worst is None or self._blocks[worst].asymmetry < limit:
+        worst = max(self._asymmetries, key=lambda pair: self._asymmetries[pair], default=None)
+        if worst is None or self._asymmetries[worst] < limit:
             return []
         v, w = (self._names[node] for node in worst)
         return [
-            f"suspect: H[{v}, {w}] is not symmetric (by {self._blocks[worst].asymmetry:.1g} of its size); its "
+            f"suspect: H[{v}, {w}] is not symmetric (by {self._asymmetries[worst]:.1g} of its size); its "
             f"precision does not resolve it, or a custom autograd function has a wrong second derivative"
         ]
 
@@ -103,6 +95,7 @@ class Assembler:
         self._rest_estimates.clear()
         if self._blocks:
             extended = SharedBasis(self._images, self._rest.kept())
+            self._asymmetries = {pair: extended.asymmetry(*pair) for pair in self._blocks}
             self._spectral_norms = dict(zip(self._blocks, extended.spectral_norms(list(self._blocks)).norms))
         matrices = Matrices(self._names)
         norms = {(v, w): self._norms(v, w) for v, w in self._pairs}
@@ -118,9 +111,8 @@ class Assembler:
             assert self._part.factors is not None
             norm = self._part.factors.norm_squared(v, w)
             return Norms(norm, norm, 0.0, self._spectral(v, w)[0])
-        block = self._blocks[v, w]
         hessian, gauss_newton, remainder = (
-            captured + self._rest_estimate(part, v, w).value for part, captured in zip(PARTS, block.captured)
+            captured + self._rest_estimate(part, v, w).value for part, captured in zip(PARTS, self._blocks[v, w])
         )
         hessian, gauss_newton = max(hessian, 0.0), max(gauss_newton, 0.0)
         return Norms(hessian, gauss_newton, remainder, min(self._spectral(v, w)[0], math.sqrt(hessian)))
@@ -215,5 +207,5 @@ class Assembler:
         if self._part.gives_hessian(v, w) and self._part.factors is not None:
             # the product of nearly orthogonal factors suffers from cancellation
             return (4 + math.sqrt(size)) * self._eps * math.sqrt(self._part.factors.orthogonality(v, w))
-        asymmetries = [self._blocks[pair].asymmetry for pair in {(v, v), (v, w), (w, w)} if pair in self._blocks]
+        asymmetries = [self._asymmetries.get(pair, 0.0) for pair in {(v, v), (v, w), (w, w)}]
         return max((4 + math.sqrt(size)) * self._eps, *asymmetries, 0.0)

@@ -87,7 +87,7 @@ class RestSamples:
     def _new_directions(self, w: int, count: int, generator: torch.Generator) -> Tensor:
         """Orthonormal, uniformly distributed in the complement of the basis and of earlier probes."""
         earlier = precise(self._images.vectors[w])
-        directions = precise(gaussian(self._images.vectors[w][:, 0], count, generator))
+        directions = gaussian(earlier.new_empty(len(earlier)), count, generator)
         for _ in range(2):  # cancellation in the first projection leaves components behind
             directions = torch.linalg.qr(directions - earlier @ (earlier.T @ directions)).Q
         return directions.to(self._images.vectors[w])

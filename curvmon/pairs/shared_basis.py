@@ -75,7 +75,8 @@ def select(images: Images, rows: Mapping[int, slice], columns: Mapping[int, slic
 
 def _padded(positions: Sequence[list[int]]) -> Tensor:
     most = max(map(len, positions))
-    return torch.tensor([[*row, *[-1] * (most - len(row))] for row in positions], device="cpu").reshape(-1, most)
+    rows = [[*row, *[-1] * (most - len(row))] for row in positions]
+    return torch.tensor(rows, dtype=torch.long, device="cpu").reshape(len(rows), most)
 
 
 def inverse_root(gram: Tensor) -> Tensor:
@@ -127,6 +128,8 @@ class SharedBasis:
 
     def captured(self, v: int, w: int) -> PartNorms:
         """‖A^T Q_v‖_F² + ‖P_v A Q_w‖_F² for A = H, GN and T."""
+        if not self.sizes[v] and not self.sizes[w]:
+            return PartNorms(0.0, 0.0, 0.0)
         i, j = self._at[v], self._at[w]
         return PartNorms(*(self._captured[part][i][j] if part in self._captured else math.nan for part in PARTS))
 

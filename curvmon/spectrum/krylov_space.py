@@ -201,7 +201,7 @@ class KrylovSpace:
         total = torch.zeros(count, dtype=torch.float64, device="cpu")
         own, locked = [*self.basis.filled(), self.front], self._locked.filled()
         # a CPU looks whether the second round is needed; for an accelerator that would be a synchronisation
-        for rounds in ((1, 1) if rest.device.type == "cpu" else (2,)):
+        for rounds in (1, 1) if rest.device.type == "cpu" else (2,):
             inner = rest.new_zeros(count, dtype=precise_dtype(rest))
             for _ in range(rounds):
                 found = _inner(own, rest)

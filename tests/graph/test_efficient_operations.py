@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import curvmon
+from benchmarks.networks import Decoder, next_token_loss
+from curvmon.graph import attention
 from curvmon.graph.autograd import differentiate
 from curvmon.graph.efficient_operations import EfficientOperations, is_efficient_operation
 from curvmon.graph.linear_layers import used_once
@@ -170,6 +173,98 @@ def test_trained_parameters(name: str) -> None:
             found, images = products(efficient, shape, weights, batched)
         torch.testing.assert_close(found, values, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(images, truth, rtol=1e-10, atol=1e-12)
+
+
+HIDDEN = torch.rand(3, 1, 5, 6, generator=torch.Generator().manual_seed(9)) > 0.4
+HIDDEN[0, 0, 2] = False  # a row in which everything is masked
+ADDED = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+ATTENTION: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((3, 2), {}),
+    "causal": ((3, 2), {"is_causal": True}),
+    "boolean mask": ((3, 2), {"attn_mask": HIDDEN}),
+    "additive mask": ((3, 2), {"attn_mask": ADDED, "scale": 0.3}),
+    "additive infinity": ((3, 2), {"attn_mask": torch.zeros(5, 6).double().masked_fill(~HIDDEN[0, 0], -torch.inf)}),
+    "one head": ((3,), {"dropout_p": 0.0}),
+    "one head and sample": ((), {}),
+}
+"""leading dimensions and options"""
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str) -> None:
+    """Also several products in one launch, in which no operation may run in a loop."""
+    leading, options = ATTENTION[name]
+    tokens = parameters((*leading, 6, 4), (*leading, 6, 3))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+    def efficient(*args: Tensor) -> Tensor:
+        with EfficientOperations():
+            y = attend(*args)
+        assert y.grad_fn is not None and is_efficient_operation(y.grad_fn)
+        return y
+
+    with sdpa_kernel(SDPBackend.MATH):
+        values, truth = products(attend, (*leading, 5, 4), tokens, batched=False)
+    for batched in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found, images = products(efficient, (*leading, 5, 4), tokens, batched)
+        torch.testing.assert_close(found, values, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(images, truth, rtol=1e-10, atol=1e-12)
+
+
+def test_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of them is smaller."""
+    tokens = parameters((3, 3, 6, 4), (3, 3, 6, 3))
+
+    def efficient(*args: Tensor) -> Tensor:
+        with EfficientOperations():
+            return F.scaled_dot_product_attention(*args, is_causal=True)
+
+    whole = [products(efficient, (3, 3, 5, 4), tokens, batched) for batched in (False, True)]
+    monkeypatch.setattr(attention, "PART_ON_CPU", 2 * 5 * 6)
+    parts = [products(efficient, (3, 3, 5, 4), tokens, batched) for batched in (False, True)]
+    torch.testing.assert_close(parts, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_first_derivative_of_attention_without_a_graph() -> None:
+    tokens = parameters((3, 5, 4), (3, 6, 4), (3, 6, 2))
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(*tokens).square().sum(), tokens)
+    with EfficientOperations():
+        y = F.scaled_dot_product_attention(*tokens)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), tokens), expected)
+
+
+def test_unusual_attention_is_not_replaced() -> None:
+    x = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+    learned = torch.zeros(5, 5, dtype=torch.float64, requires_grad=True)
+    calls: list[tuple[Tensor, Tensor, dict[str, Any]]] = [
+        (x, x, {"dropout_p": 0.5}),
+        (x, x, {"attn_mask": learned}),
+        (x, x[:, :1], {"enable_gqa": True}),
+        (x.bfloat16(), x.bfloat16(), {}),
+    ]
+    for q, k, options in calls:
+        q = q.clone().requires_grad_()
+        with EfficientOperations():
+            y = F.scaled_dot_product_attention(q, k, k, **options)
+        assert y.grad_fn is not None and not is_efficient_operation(y.grad_fn)
+
+
+def test_measurement_with_efficient_attention() -> None:
+    """The numbers are those of torch's own operations, up to rounding."""
+    torch.manual_seed(0)
+    model, batch = Decoder(layers=2, width=8, heads=2, tokens=6, vocabulary=10), torch.randint(10, (4, 6))
+    options: dict[str, Any] = {"loss": next_token_loss, "nodes": None, "output": None, "batch_dim": 0}
+    found = []
+    for efficient in (True, False):
+        with open_session(model, batch, dtype=torch.float64, efficient=efficient, **options) as session:
+            z = torch.randn(session.operator.templates[0].numel(), 3, generator=torch.Generator().manual_seed(1))
+            products = session.operator.columns(0, z.double())
+            found.append([*products.remainder, *(products.gauss_newton or [])])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["linear", "convolution", "groups", "batch norm", "batch norm of rows", "relu"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import curvmon
 from curvmon.operators.node_blocks import Products
-from curvmon.pairs.estimator import Estimate, PairEstimator
+from curvmon.pairs.estimator import FOR_ALL_METRICS, Effort, Estimate, PairEstimator
 from tests.helpers import cases
 
 METRICS = ("resonance", "coupling", "stable_rank", "gn_gap")
@@ -61,23 +61,31 @@ def symmetric(decay: float, seed: int, size: int = sum(SIZES)) -> Tensor:
     return (q * (signs * torch.arange(1, size + 1) ** -decay)) @ q.T
 
 
-def problem(decay: float) -> DenseBlocks:
-    gauss_newton = symmetric(decay, 1)
+def problem(decay: float, sizes: tuple[int, ...] = SIZES) -> DenseBlocks:
+    gauss_newton = symmetric(decay, 1, sum(sizes))
     gauss_newton = gauss_newton @ gauss_newton
-    return DenseBlocks(gauss_newton + 0.3 * symmetric(decay, 2), gauss_newton)
+    return DenseBlocks(gauss_newton + 0.3 * symmetric(decay, 2, sum(sizes)), gauss_newton, sizes)
 
 
-def estimate(operator: DenseBlocks, seed: int, max_hvps: int | None = 150, rtol: float = 0.05) -> Estimate:
+def estimate(
+    operator: DenseBlocks,
+    seed: int,
+    max_hvps: int | None = 150,
+    rtol: float = 0.05,
+    effort: Effort = FOR_ALL_METRICS,
+) -> Estimate:
     names = tuple(f"node{i}" for i in range(len(operator.templates)))
     generator = torch.Generator().manual_seed(seed)
-    return PairEstimator(operator, names, rtol=rtol, max_hvps=max_hvps, generator=generator).run()
+    return PairEstimator(operator, names, rtol=rtol, max_hvps=max_hvps, generator=generator, effort=effort).run()
 
 
-def deviations(operator: DenseBlocks, seeds: range, max_hvps: int | None = 150) -> dict[str, list[float]]:
+def deviations(
+    operator: DenseBlocks, seeds: range, max_hvps: int | None = 150, effort: Effort = FOR_ALL_METRICS
+) -> dict[str, list[float]]:
     """|estimate - truth| in standard errors, per metric, over seeds and pairs."""
     values: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for seed in seeds:
-        matrices = estimate(operator, seed, max_hvps).matrices
+        matrices = estimate(operator, seed, max_hvps, effort=effort).matrices
         for metric in METRICS:
             for v, w in PAIRS:
                 if metric == "coupling" and v == w:

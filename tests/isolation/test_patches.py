@@ -253,6 +253,13 @@ def gradients_of_a_normalisation_are_its_gradients(name: str) -> Callable[[], No
     return check
 
 
+def gradient_of_a_softmax_is_its_gradient() -> None:
+    x, g = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3)
+    y = x.softmax(-1)
+    found = patches.SOFTMAX_BACKWARD.get()(g, y.detach(), -1, x.dtype)
+    torch.testing.assert_close(found, torch.autograd.grad(y, x, g)[0])
+
+
 def versions_count_changes() -> None:
     x = torch.ones(2)
     before = patches.version(x)
@@ -319,6 +326,7 @@ EFFECTS: dict[str, Callable[[], None]] = {
     "torch:ops.aten.convolution_backward": adjoint_of_a_convolution_is_its_gradient,
     "torch:ops.aten.native_batch_norm_backward": gradients_of_a_normalisation_are_its_gradients("batch"),
     "torch:ops.aten.native_layer_norm_backward": gradients_of_a_normalisation_are_its_gradients("layer"),
+    "torch:ops.aten._softmax_backward_data": gradient_of_a_softmax_is_its_gradient,
     "torch:Tensor._version": versions_count_changes,
     "torch:Tensor._base": views_have_bases,
     "torch.distributed.distributed_c10d:_get_default_group": collectives_by_name_are_refused,

@@ -12,6 +12,7 @@ from torch import Tensor
 import curvmon
 from curvmon.numerics import gaussian, small_sample_factor
 from curvmon.operators.node_blocks import Products
+from curvmon.pairs.estimator import FOR_NORMS
 from curvmon.pairs.images import Images
 from curvmon.pairs.random_probes import RestSamples
 from curvmon.pairs.shared_basis import SharedBasis
@@ -90,6 +91,34 @@ def test_a_flat_spectrum_widens_the_error_of_the_stable_rank_honestly() -> None:
         assert any("stable_rank has not converged" in note for note in found.notes)
     assert sum(inside) >= 0.9 * len(inside)
     assert statistics.median(errors) < 0.5
+
+
+NORMS = ("resonance", "coupling", "gn_gap")
+
+
+def test_three_probes_are_enough_for_the_norms_of_flat_spectra() -> None:
+    operator = problem(0.05, sizes=(500, 500, 500))
+    found = [estimate(operator, seed, None, rtol=0.1, effort=FOR_NORMS) for seed in range(8)]
+    assert statistics.median(each.hvps for each in found) == 2 * 3 * 3
+    shares = coverage(deviations(operator, range(8), None, FOR_NORMS))
+    assert all(shares[metric] >= 0.85 for metric in NORMS), shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [0.05, 0.5, 1.0])
+def test_intervals_of_few_directions_cover_the_truth(decay: float) -> None:
+    """Also where probes without a basis turn out not to be enough."""
+    operator = problem(decay, sizes=(500, 500, 500) if decay < 0.5 else SIZES)
+    shares = coverage(deviations(operator, range(80), None, FOR_NORMS))
+    assert all(0.90 <= shares[metric] <= 0.995 for metric in NORMS), shares
+
+
+@pytest.mark.parametrize("limit", [30, 31, 42, 50, 77])
+def test_probes_without_a_basis_stay_within_the_budget(limit: int) -> None:
+    operator = problem(1.0)
+    found = estimate(operator, 0, limit, rtol=1e-3, effort=FOR_NORMS)
+    assert found.hvps == operator.products <= limit
+    assert any("max_hvps" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("limit", [30, 31, 50, 77, 200])
