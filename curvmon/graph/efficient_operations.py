@@ -236,7 +236,7 @@ class EfficientOperations(TorchFunctionMode):
         supported = is_supported(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         if not supported or SOFTMAX_BACKWARD.get() is None:
             return None
-        proxies = (_apply(InputProxy, x) for x in (query, key, value))
+        proxies = (without_values(x) for x in (query, key, value))
         return _apply(Attention, query, key, value, attn_mask, is_causal, scale, self, *proxies)
 
 

@@ -74,8 +74,8 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = func in _RELU or func in _ELEMENTWISE or (func in _POOLS and not _returns_indices(args, kwargs))
-        if known and args and type(args[0]) is Tensor and args[0].requires_grad and torch.is_grad_enabled():
+        linear = func in _RELU or func in _ELEMENTWISE or (func in _POOLS and not _returns_indices(args, kwargs))
+        if linear and args and type(args[0]) is Tensor and args[0].requires_grad and torch.is_grad_enabled():
             return self._call(func, args[0], args[1:], kwargs)
         return func(*args, **kwargs)
 

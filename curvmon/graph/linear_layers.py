@@ -241,6 +241,20 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) in LINEAR_IN_THEIR_PARAMETERS and own <= {"weight", "bias"}
 
 
+def by_layers(
+    model: nn.Module, once: Mapping[str, Tensor], build: Callable[[], TappedGraph]
+) -> tuple[TappedGraph, list[Layer], set[str]]:
+    """The graph with a tap on every layer that runs once, these layers, and the names of their parameters."""
+    skip: list[nn.Module] = []
+    while True:
+        with tapped_layers(model, once, skip) as tapped:
+            graph = build()
+        unusable = tapped.unusable()
+        if not unusable:
+            return graph, tapped.layers, tapped.owned
+        skip += unusable
+
+
 def used_once(loss: Tensor, parameters: Sequence[Tensor]) -> set[int]:
     """Indices of the parameters that enter the graph behind a loss exactly once."""
     uses: Counter[int] = Counter()

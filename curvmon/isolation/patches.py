@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from curvmon.isolation.torch_symbols import Symbol, Target
 
@@ -323,14 +323,6 @@ def own_copy_of_parameter(parameter: nn.Parameter, data: Tensor) -> Tensor:
     make = MAKE_SUBCLASS.get()
     copy: Tensor = data.as_subclass(type(parameter)) if make is None else make(type(parameter), data, False)
     return copy
-
-
-@contextmanager
-def any_attention() -> Iterator[None]:
-    """For passes that are differentiated once: also with the fused kernels of attention, which are faster."""
-    backends = "MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"
-    with sdpa_kernel([getattr(SDPBackend, name) for name in backends if hasattr(SDPBackend, name)]):
-        yield
 
 
 def is_loader_iterator(value: Any) -> bool:

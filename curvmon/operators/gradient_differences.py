@@ -25,7 +25,7 @@ from curvmon.errors import CurvmonError, DoubleBackwardError, LossError
 from curvmon.graph.autograd import differentiate
 from curvmon.graph.fixed_pieces import ChangedCallsError, FixedPieces
 from curvmon.graph.taps import TappedGraph
-from curvmon.isolation.patches import any_attention
+from curvmon.isolation.fused_attention import fused_attention
 from curvmon.numerics import norms
 from curvmon.operators.batch_graph import BatchGraph
 from curvmon.operators.parameter_hessian import Build, GraphImage, ParameterOperator
@@ -89,8 +89,9 @@ class DifferenceOperator(ParameterOperator):
     def _open(self, index: int, build: Build) -> BatchGraph:
         if self._efficient:
             return BatchGraph(build(), self._parameters, differentiable=False)
-        with any_attention(), self._pieces[index]():
-            return BatchGraph(build(efficient=False), self._parameters, differentiable=False)
+        with fused_attention(), self._pieces[index]():
+            graph = build(efficient=False, finite=index not in self._losses_before)
+            return BatchGraph(graph, self._parameters, differentiable=False)
 
     def _images(self, z: Tensor, columns: Sequence[int], image: GraphImage) -> Tensor:
         raise NotImplementedError("blocks of the Hessian need second derivatives")
@@ -176,7 +177,7 @@ class DifferenceOperator(ParameterOperator):
 
     def _shifted_graph(self, index: int) -> TappedGraph:
         _, build = self._losses[index]
-        with any_attention(), self._pieces[index]():
+        with fused_attention(), self._pieces[index]():
             return build(efficient=False, finite=False)
 
     @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from curvmon.errors import DivergedError, InputError, LossError
 from curvmon.graph.arguments import check_arguments, explained, why_not_finite
-from curvmon.graph.linear_layers import Layer, LayeredGraph, tapped_layers
+from curvmon.graph.linear_layers import LayeredGraph, by_layers
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
 from curvmon.isolation.freed_memory import return_freed_memory
@@ -319,7 +319,7 @@ def _opened(
 
         def layered(once: Mapping[str, Tensor]) -> Iterator[tuple[float, LayeredGraph]]:
             for share, batch in zip(shares, batches):
-                graph, layers, owned = _by_layers(model, once, partial(build, batch))
+                graph, layers, owned = by_layers(model, once, partial(build, batch))
                 rest = [parameter for name, parameter in parameters.items() if name not in owned]
                 yield share, LayeredGraph(graph, layers, rest, samples_of(batch))
 
@@ -336,17 +336,3 @@ def _opened(
 def _width(entries: int, like: Tensor) -> int:
     """How many products run at once: a cotangent for every activation and product."""
     return max(1, BATCHED_BYTES // (entries * like.element_size()))
-
-
-def _by_layers(
-    model: nn.Module, once: Mapping[str, Tensor], build: Callable[[], TappedGraph]
-) -> tuple[TappedGraph, list[Layer], set[str]]:
-    """The graph with a tap on every layer that runs once, these layers, and the names of their parameters."""
-    skip: list[nn.Module] = []
-    while True:
-        with tapped_layers(model, once, skip) as tapped:
-            graph = build()
-        unusable = tapped.unusable()
-        if not unusable:
-            return graph, tapped.layers, tapped.owned
-        skip += unusable

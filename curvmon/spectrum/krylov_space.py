@@ -204,9 +204,9 @@ class KrylovSpace:
         for rounds in (1, 1) if rest.device.type == "cpu" else (2,):
             inner = rest.new_zeros(count, dtype=precise_dtype(rest))
             for _ in range(rounds):
-                found = _inner(own, rest)
-                _subtract(rest, own, found)
-                inner += found.flatten()
+                shares = _inner(own, rest)
+                _subtract(rest, own, shares)
+                inner += shares.flatten()
                 if locked:
                     _subtract(rest, locked, _inner(locked, rest))
             # one copy to the host

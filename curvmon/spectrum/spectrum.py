@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError
 from curvmon.graph.arguments import check_budget, check_integer
-from curvmon.numerics import norm, norms
+from curvmon.numerics import norm
 from curvmon.operators.batching import Batched, check_batched
 from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
@@ -20,16 +20,17 @@ from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
 from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
 from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
+from curvmon.spectrum.search_start import starting_vectors
 from curvmon.spectrum.stability_limit import stability_limit
 from curvmon.spectrum.trace import FULL, Effort, LayerwiseError, TraceAndStart, layerwise_trace
 
 Findings = dict[tuple[str, ...], str]
 """by the names of the parameters: whether the trace by layers works, or a note that says why not"""
 WORKS = "works"
-SAME_WEIGHTS = 1e-5
-"""relative difference of losses and of gradients up to which two searches are at the same weights"""
 TOLERATED_ASYMMETRY = 0.02
 """of products from differences, relative to the norm of H"""
+OTHER_DIRECTIONS = 3
+"""how much larger the error of a difference may be along another vector than the first"""
 SYMMETRIC = 1e-3
 """relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
 
@@ -184,7 +185,7 @@ def run_spectrum(
         differences = operator if isinstance(operator, DifferenceOperator) else None
         if differences is not None:
             differences.checked = layerwise.get(("differences", *operator.names)) == WORKS
-        space = search.krylov_space(_starts(operator, gradient_norm, search, start, vector))
+        space = search.krylov_space(starting_vectors(operator, gradient_norm, search, start, vector))
         total = total_stderr = math.nan
         if estimate is not None:
             total, total_stderr = estimate.value, estimate.stderr
@@ -203,7 +204,9 @@ def run_spectrum(
                 f"suspect: Hessian-vector products are not symmetric (by {space.asymmetry:.2g} of the norm of H): some "
                 f"operation has a wrong double backward, and none of these numbers is reliable"
             )
-        uncertainty = 0.0 if differences is None else max(differences.error, space.asymmetry) * space.scale
+        uncertainty = 0.0
+        if differences is not None:
+            uncertainty = OTHER_DIRECTIONS * max(differences.error, space.asymmetry) * space.scale
         pairs, verified = search.verified(search.extract(space), verify)
         required = pairs.converged if smallest else pairs.converged[:k]
         if not required.all():
@@ -322,44 +325,3 @@ def _layerwise(
     findings[key] = reason
     notes.extend([reason] if reason not in ("", WORKS) else [])
     return estimate
-
-
-def _starts(
-    operator: ParameterOperator,
-    gradient_norm: float,
-    search: EigenvalueSearch,
-    start: Spectrum | Tensor | None,
-    estimate: Tensor | None,
-) -> Tensor | None:
-    """The starting vectors of the search, as rows."""
-    if start is None:
-        # the gradient of a trained network lies mostly in the span of the leading eigenvectors, and costs nothing
-        single = operator.gradient if estimate is None else estimate
-        return search.around(single) if single.any() else None
-    if isinstance(start, Tensor):
-        if start.shape[:1] != (operator.size,) or not 1 <= start.ndim <= 2:
-            raise InputError(f"start= has shape {tuple(start.shape)}, the parameters are {operator.size} numbers")
-        if not 0 < norm(start) < math.inf:
-            raise InputError("start= has no direction: it is zero or not finite; omit it")
-        vectors = start.to(operator.template).reshape(operator.size, -1)
-        return search.perturbed(_with_gradient(vectors[:, 0], operator)) if vectors.shape[1] == 1 else vectors.T
-    if not isinstance(start, Spectrum):
-        raise InputError(f"start= takes an earlier Spectrum or a tensor, not {type(start).__name__}")
-    if start.parameters == operator.names and not start.eigenvectors.numel():
-        raise InputError("start= has no eigenvectors (dropped by without_vectors or to_dict); omit it")
-    if start.parameters != operator.names or len(start.eigenvectors) != operator.size:
-        raise InputError("start= is the spectrum of another model, or of other parameters; omit it")
-    same = all(
-        math.isclose(before, now, rel_tol=SAME_WEIGHTS)
-        for before, now in ((start.loss, operator.loss), (start.gradient_norm, gradient_norm))
-    )
-    # elsewhere, the Krylov space of the sum takes fewer products than a block: docs/spectrum-cost.md
-    if same:
-        return start.start_vectors().to(operator.template).T
-    return search.perturbed(_with_gradient(start.start_vector().to(operator.template), operator))
-
-
-def _with_gradient(start: Tensor, operator: ParameterOperator) -> Tensor:
-    """Between an earlier result and the gradient, which lies mostly along what has become sharp since."""
-    sizes = norms([start, operator.gradient])
-    return start / sizes[0] + operator.gradient / (sizes[1] or 1.0)

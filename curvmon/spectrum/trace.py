@@ -137,12 +137,13 @@ def trace_of_parts(
     products = 0
     sketches: GradientSketches | None = None
     for number, (weight, layered) in enumerate(graphs):
-        remainder = remainder_trace(layered, generator, 1 if effort.by_samples else effort.probes)
-        if effort.by_samples and remainder.stderr:
+        if effort.by_samples and remainder_trace(layered, generator, 1).stderr:
             return None
         ggn = gauss_newton_trace(layered, generator, weight, seed, effort, checked)
         if ggn is None:
             return None
+        zero = TraceEstimate(0.0, 0.0, products=1)
+        remainder = zero if effort.by_samples else remainder_trace(layered, generator, effort.probes)
         total += weight * (ggn.value + remainder.value)
         variance += weight**2 * (ggn.stderr**2 + remainder.stderr**2)
         # a product passes through all losses, and counts once

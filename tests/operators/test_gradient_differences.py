@@ -16,13 +16,22 @@ from curvmon.operators.gradient_differences import TOLERATED, DifferenceOperator
 from curvmon.operators.parameter_hessian import open_parameters
 from tests.helpers.kernel_counts import KernelCounts
 from tests.helpers.networks import ResidualMLP
-from tests.operators.test_parameter_hessian import Block
 
 
 def convolutions() -> nn.Module:
     """ReLU, in place as well, and max-pool: kinks everywhere."""
     stem = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)
     return nn.Sequential(*stem, nn.Conv2d(8, 8, 3), nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(8 * 9, 3))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(3), nn.Linear(3, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def attention() -> nn.Module:
