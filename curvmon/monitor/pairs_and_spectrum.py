@@ -36,8 +36,9 @@ ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.1)
 """finer than a curve in a dashboard can show"""
 MAX_START_BLOCK = 2**28
 """entries of the vectors that start the next search: 1 GiB of the host's memory"""
-MAX_SPECTRUM_HVPS = 80
-"""eigenvalues that have not converged by then are reported with a note"""
+MAX_SPECTRUM_HVPS = 55
+"""Eigenvalues that have not converged by then are reported with a note. The trace, Gauss-Newton's eigenvalue and the
+preconditioned one may take four each beyond that; with 80 for the pairs a measurement takes at most 150."""
 
 
 def measure_pairs(
@@ -96,6 +97,13 @@ def measure_spectrum(
 
     findings = {} if findings is None else findings
     skipped = ("differences",)
+    spent = 0
+
+    def counted(hvps: int) -> None:
+        nonlocal spent
+        spent += hvps
+        if on_product is not None:
+            on_product(hvps)
 
     def search(parts: Sequence[Any]) -> Spectrum:
         if skipped not in findings:
@@ -120,13 +128,13 @@ def measure_spectrum(
             optimizer=optimizer,
             groups=None,
             accuracy=ACCURACY,
-            max_hvps=max(settings.eigenvalues + 5, round(share * MAX_SPECTRUM_HVPS)),
+            max_hvps=max(settings.eigenvalues + 5, round(share * MAX_SPECTRUM_HVPS) - spent),
             verify=False,
             smallest=True,
             effort=COARSE,
             layerwise=findings,
             kind=kind,
-            on_product=on_product,
+            on_product=counted,
         )
 
     result = _in_parts(list(batches), search)

@@ -33,8 +33,6 @@ from curvmon.pairs.shared_basis import SharedBasis
 SMALL_NODE = 12
 """A node with at most this many entries is measured exactly: that costs no more than a basis and probes."""
 MIN_PROBES = 3
-MAX_PRODUCTS = 150
-"""Limit without `max_hvps`, for a tolerance of 5 %."""
 FEW_MORE = 2.0
 """A standard error up to so many times too large takes a few more probes; above, bases take fewer products."""
 
@@ -48,10 +46,12 @@ class Effort(NamedTuple):
     probes: int
     probes_first: bool
     """without a basis"""
+    limit: int
+    """most HVPs without `max_hvps`, for a tolerance of 5 %"""
 
 
-FOR_ALL_METRICS = Effort(6, {1: 11, 2: 8}, 5, False)
-FOR_NORMS = Effort(2, {1: 3, 2: 2}, 3, True)
+FOR_ALL_METRICS = Effort(6, {1: 11, 2: 8}, 5, False, 150)
+FOR_NORMS = Effort(2, {1: 3, 2: 2}, 3, True, 80)
 """For R, C and the gap: their standard errors are below the tolerance, that of D is what it is."""
 
 
@@ -98,7 +98,7 @@ class PairEstimator:
         self._effort = effort
         self._refinement = max(1.0, 0.05 / rtol)
         """how many times more precise than usual"""
-        self._limit = max(least, int(MAX_PRODUCTS * self._refinement**2)) if max_hvps is None else max_hvps
+        self._limit = max(least, int(effort.limit * self._refinement**2)) if max_hvps is None else max_hvps
         # columns per node
         self._columns = (self._limit - part.hvps) // max(1, self._n * self._hvps_per_column)
         self._limited_by_user = max_hvps is not None

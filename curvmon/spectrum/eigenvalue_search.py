@@ -21,7 +21,7 @@ FEW_DIMENSIONS = 2**16
 DENSITY_RUNS, DENSITY_STEPS = 4, 20
 FLOOR = 1e-4
 """share of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
-FEW_PRODUCTS = 10
+FEW_PRODUCTS = 4
 """for the largest eigenvalue of another operator, when the limit is reached already"""
 MIN_VERIFICATION_STEPS = 8
 """products of another start before it may count as having no further eigenvalue"""
