@@ -42,13 +42,13 @@ class Part(NamedTuple):
 TABLES: dict[str, list[Part]] = {
     "spectrum-table.md": [
         Part("spectrum-trained", "spectra", "--parts eigenvalues,trace --only resnet,decoder", 20),
-        Part("spectrum-relu", "spectra", "--parts cost --only relu", 20),
-        Part("spectrum-silu", "spectra", "--parts cost --only silu", 20),
+        Part("spectrum-relu", "spectra", "--parts cost --only relu --starts 1", 10),
+        Part("spectrum-silu", "spectra", "--parts cost --only silu --starts 1", 10),
         Part("spectrum-gpt6", "spectra", "--parts cost --only gpt6", 8),
     ],
     "warm-start-table.md": [Part("warm-starts", "monitor_warm_starts", "", 17)],
     "speed-table.md": [Part("speed", "speed", "", 18)],
-    "measurement-table.md": [Part("measurement", "measurement", "--only gpt6,relu --warm 2", 9)],
+    "measurement-table.md": [Part("measurement", "measurement", "--only gpt6,relu,silu,gpt12 --warm 3", 20)],
     "memory-table.md": [Part("memory", "memory", "", 10, takes_data=False)],
     "accuracy.md": [Part("accuracy", "accuracy", "", 1)],
 }

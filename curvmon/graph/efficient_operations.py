@@ -58,6 +58,8 @@ _CONVOLUTIONS: dict[Any, tuple[int, bool]] = {
     torch.conv_transpose3d: (3, True),
 }
 """spatial dimensions, transposed"""
+LARGE = 2**21
+"""logits whose copies matter"""
 _REPLACED_NODE = "replaced_node"
 """attribute of the nodes of the replacements: the names of torch's own nodes, separated by spaces"""
 
@@ -73,8 +75,10 @@ class EfficientOperations(TorchFunctionMode):
         entries: of all tensors that were computed and require gradients: about those of the activations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss_only: bool = False) -> None:
+        """`loss_only`: for passes that are differentiated once; replaces the cross-entropy of large logits alone."""
         super().__init__()
+        self._loss_only = loss_only
         self.active = False
         self.loss_differentiates = False
         self.only_cotangents = False
@@ -120,7 +124,12 @@ class EfficientOperations(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = None
-        if func in _CONVOLUTIONS and _is_replaceable_call():
+        few = self._loss_only and args and isinstance(args[0], Tensor) and args[0].numel() < LARGE
+        if func is F.cross_entropy and not few and _is_replaceable_call():
+            result = cross_entropy(self, *args, **kwargs)
+        elif self._loss_only:
+            return func(*args, **kwargs)
+        elif func in _CONVOLUTIONS and _is_replaceable_call():
             result = self._convolution(*_CONVOLUTIONS[func], *args, **kwargs)
         elif func is F.linear and _is_replaceable_call():
             result = self._linear(*args, **kwargs)
@@ -130,8 +139,6 @@ class EfficientOperations(TorchFunctionMode):
             result = self._layer_norm(*args, **kwargs)
         elif func is F.scaled_dot_product_attention and _is_replaceable_call():
             result = self._attention(*args, **kwargs)
-        elif func is F.cross_entropy and _is_replaceable_call():
-            result = cross_entropy(self, *args, **kwargs)
         elif func in _ACTIVATIONS and args and _is_replaceable_call():
             result = self._activation(func, args[0], args[1:], kwargs)
         elif func is F.relu and _is_replaceable_call():

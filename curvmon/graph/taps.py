@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -55,7 +55,7 @@ def tapped_forward(
     batch_dim: int,
     output: list[Node] | None = None,
     at: Mapping[str, Tensor] | None = None,
-    efficient: bool = True,
+    efficient: bool | Literal["loss"] = True,
 ) -> TappedGraph:
     """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function.
 
@@ -65,7 +65,7 @@ def tapped_forward(
         batch_dim: the dimension of the nodes' outputs that counts samples.
         output: the nodes that are the output; None: what enters a torch loss function.
         at: values of the taps by node label; None: zeros.
-        efficient: use `EfficientOperations`, unless the loss itself takes gradients.
+        efficient: use `EfficientOperations`, unless the loss itself takes gradients; "loss": those of the loss alone.
     """
     taps: dict[str, Tensor] = {}
     spread: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ def tapped_forward(
         outputs.append((tensor, zero_leaf(tensor)))
         return tensor + outputs[-1][1]
 
-    finder, operations = OutputFinder(), EfficientOperations()
+    finder, operations = OutputFinder(), EfficientOperations(loss_only=efficient == "loss")
     with ExitStack() as stack:
         # the later a hook is prepended, the earlier it runs: a node that is the output is tapped as a node first
         for node in output or ():

@@ -36,6 +36,8 @@ ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.1)
 """finer than a curve in a dashboard can show"""
 MAX_START_BLOCK = 2**28
 """entries of the vectors that start the next search: 1 GiB of the host's memory"""
+EXTRA_VECTORS = 10
+"""vectors of the search beyond the eigenvalues: fewer take less memory, but more HVPs"""
 MAX_SPECTRUM_HVPS = 55
 """Eigenvalues that have not converged by then are reported with a note. The trace, Gauss-Newton's eigenvalue and the
 preconditioned one may take four each beyond that; with 80 for the pairs a measurement takes at most 150."""
@@ -134,6 +136,7 @@ def measure_spectrum(
             effort=COARSE,
             layerwise=findings,
             kind=kind,
+            extra_vectors=EXTRA_VECTORS,
             on_product=counted,
         )
 

@@ -50,6 +50,7 @@ class DifferenceOperator(ParameterOperator):
         step: ε; None before the first product.
         error: relative error of the first product.
         checked: do not compare the first product with one from second derivatives.
+        missing: why it could not be compared.
     """
 
     def __init__(self, losses: Any, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
@@ -58,6 +59,7 @@ class DifferenceOperator(ParameterOperator):
         self.step: float | None = None
         self.error = math.nan
         self.checked = False
+        self.missing = ""
         self._at, self._original = _in_one_tensor(list(parameters.values()))
         super().__init__(losses, parameters, *args, **kwargs)
         self._in_batches.width = 1
@@ -111,7 +113,7 @@ class DifferenceOperator(ParameterOperator):
         size = _length(z)
         if self.step is None:
             return self._first_difference(z / size).mul_(size)
-        return self._gradient_at(z * (self.step / size)).sub_(self.gradient).mul_(size / self.step)
+        return self._gradient_at(z, self.step / size).sub_(self.gradient).mul_(size / self.step)
 
     def _first_difference(self, unit: Tensor) -> Tensor:
         """H u by a central difference; chooses the step."""
@@ -119,7 +121,7 @@ class DifferenceOperator(ParameterOperator):
         images: dict[float, Tensor] = {}
         step: float | None = self.first_step
         while step is not None:
-            after, before = self._gradient_at(unit * step), self._gradient_at(unit * -step)
+            after, before = (self._gradient_at(unit, unit.new_tensor(shift)) for shift in (step, -step))
             images = {step: (after - before).div_(2 * step)} | images
             curvature, straight = norms([after.add_(before).sub_(self.gradient, alpha=2), images[step]])
             tried[step] = curvature / (2 * step * straight) if straight else math.inf
@@ -144,7 +146,8 @@ class DifferenceOperator(ParameterOperator):
             for weight, build in self._losses:
                 graph = BatchGraph(build(), self._parameters)
                 exact += weight * self._joined(graph.hessian(every, every, parts))
-        except DoubleBackwardError:
+        except DoubleBackwardError as error:
+            self.missing = str(error)
             return
         difference, size = norms([exact - image, exact])
         if not difference <= TOLERATED * size:
@@ -157,16 +160,16 @@ class DifferenceOperator(ParameterOperator):
         size, step = _length(z), self.first_step if self.step is None else self.step
         total = torch.zeros_like(z)
         for index, (weight, graph) in enumerate(self._graphs()):
-            with self._shifted(z * (step / size)):
+            with self._shifted(z, step / size):
                 outputs = [output.detach() for output in self._shifted_graph(index).outputs]
             tangents = [(after - before).mul_(size / step) for after, before in zip(outputs, graph.outputs())]
             total.add_(self._joined(graph.curved_pullback(tangents)), alpha=weight)
         return total
 
-    def _gradient_at(self, shift: Tensor) -> Tensor:
-        """g(θ + shift)."""
+    def _gradient_at(self, z: Tensor, step: Tensor) -> Tensor:
+        """g(θ + step z)."""
         total: Tensor | None = None
-        with self._shifted(shift):
+        with self._shifted(z, step):
             for index, (weight, _) in enumerate(self._losses):
                 graph = self._shifted_graph(index)
                 flat = self._joined(differentiate([graph.loss], self._parameters, keep_graph=False))
@@ -181,10 +184,10 @@ class DifferenceOperator(ParameterOperator):
             return build(efficient=False, finite=False)
 
     @contextmanager
-    def _shifted(self, shift: Tensor) -> Iterator[None]:
-        """θ + shift in place of θ, which is restored bit by bit."""
+    def _shifted(self, z: Tensor, step: Tensor) -> Iterator[None]:
+        """θ + step z in place of θ, which is restored bit by bit."""
         try:
-            torch.add(self._original, shift, out=self._at)
+            torch.addcmul(self._original, z, step, out=self._at)
             yield
         except (ChangedCallsError, LossError) as error:
             raise DifferencesError(f"a pass with shifted parameters is another function: {error}") from error

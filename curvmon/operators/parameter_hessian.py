@@ -311,7 +311,7 @@ def _opened(
                 return checked_scalar(loss(model, map_all_tensors(batch, lambda tensor: own_copy(tensor, None))))
 
             graph: TappedGraph = explained(
-                lambda: tapped_forward([], run, batch_dim=0, efficient=efficient), model, None, batch
+                lambda: tapped_forward([], run, batch_dim=0, efficient=efficient or "loss"), model, None, batch
             )
             if finite and not torch.isfinite(graph.loss):
                 raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")

@@ -6,16 +6,15 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from curvmon.numerics import gaussian, norms, small_sample_factor
+from curvmon.numerics import gaussian, norms, rademacher, small_sample_factor
 from curvmon.operators.protocol import SymmetricOperator
 from curvmon.records import Density
 from curvmon.spectrum.krylov_space import KrylovSpace, Products, RitzPairs
 
 EXTRA_VECTORS = 20
-"""basis vectors beyond k; they bound the memory"""
+"""vectors beyond k; they bound the memory"""
 TRACE_PROBES = 10
 FEW_DIMENSIONS = 2**16
 DENSITY_RUNS, DENSITY_STEPS = 4, 20
@@ -84,6 +83,7 @@ class EigenvalueSearch:
         generator: torch.Generator,
         smallest: bool = True,
         width: int = 1,
+        extra_vectors: int = EXTRA_VECTORS,
     ) -> None:
         """
         Args:
@@ -94,7 +94,9 @@ class EigenvalueSearch:
             generator: draws random vectors.
             smallest: the smallest eigenvalue has to converge, too.
             width: products that run in one launch.
+            extra_vectors: vectors beyond k.
         """
+        self._extra_vectors = extra_vectors
         self._operator = operator
         self._k = min(k, operator.size)
         self._accuracy = accuracy
@@ -102,7 +104,7 @@ class EigenvalueSearch:
         self._generator = generator
         self._required = self._k + 1 if smallest else self._k
         self._width = width
-        self.capacity = self._k + EXTRA_VECTORS - 3
+        self.capacity = self._k + extra_vectors - 3
         """vectors of one Krylov space"""
 
     def eigenpairs(self, starts: Tensor | None, verify: bool) -> tuple[Eigenpairs, bool]:
@@ -116,6 +118,7 @@ class EigenvalueSearch:
         residuals as run in one launch.
         """
         space = KrylovSpace(self._operator.unchecked, self._random() if starts is None else starts)
+        del starts  # their memory
         space.expand()
         while not space.exhausted and self._operator.products < self._limit:
             self._restart_if_full(space, self.capacity, self._k + 3, 2)
@@ -161,7 +164,7 @@ class EigenvalueSearch:
             # the smallest eigenvalue counts only if it is required
             bottom = self._required - self._k
             while not (space.exhausted or converged) and self._operator.products < self._limit:
-                self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 2)
+                self._restart_if_full(space, self._extra_vectors - 4, 3, 2)
                 space.expand()
                 if space.products >= MIN_VERIFICATION_STEPS:
                     ritz = space.ritz_pairs()
@@ -180,7 +183,7 @@ class EigenvalueSearch:
         space = KrylovSpace(products, self.perturbed(start))
         limit = max(FEW_PRODUCTS, self._limit - self._operator.products)
         while not space.exhausted and space.products < limit:
-            self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 0)
+            self._restart_if_full(space, self._extra_vectors - 4, 3, 0)
             space.expand()
             ritz = space.ritz_pairs()
             if ritz.residuals[-1] <= self._accuracy.others * ritz.values.abs().max():
@@ -215,10 +218,13 @@ class EigenvalueSearch:
         if dimensions == 0:
             return projected, 10 * eps * size
         count = min(probes, dimensions)
-        vectors = space.orthogonalised(torch.cat([self._random() for _ in range(count)]))
-        # orthogonal to each other: sampling without replacement. In many dimensions they are almost so anyway
-        vectors = torch.linalg.qr(vectors.T).Q if dimensions <= FEW_DIMENSIONS else F.normalize(vectors).T
-        samples = (vectors * self._operator.of_random(vectors)).sum(0)
+        if dimensions <= FEW_DIMENSIONS:
+            vectors = space.orthogonalised(torch.cat([self._random() for _ in range(count)]))
+            # orthogonal to each other: sampling without replacement. In many dimensions they are almost so anyway
+            vectors = torch.linalg.qr(vectors.T).Q
+            samples = (vectors * self._operator.of_random(vectors)).sum(0)
+        else:  # one at a time, for their memory
+            samples = torch.cat([self._outside(space) for _ in range(count)]) / dimensions
         values = samples.cpu().double()
         total = projected + dimensions * values.mean().item()
         rounding = 10 * eps * (size + dimensions * values.abs().mean().item())
@@ -226,6 +232,12 @@ class EigenvalueSearch:
             return total, rounding
         spread = values.std().item() * math.sqrt((1 - len(values) / dimensions) / len(values))
         return total, math.hypot(dimensions * spread * small_sample_factor(len(values) - 1), rounding)
+
+    def _outside(self, space: KrylovSpace) -> Tensor:
+        """z^T H z for random signs without their part in the space: tr H outside of it, on average."""
+        signs = rademacher(self._operator.template.expand(1, self._operator.size), self._generator)
+        column = space.orthogonalised(signs, rounds=1).T
+        return (column * self._operator.of_random(column)).sum(0)
 
     def perturbed(self, start: Tensor) -> Tensor:
         """The start with a random component, as a row: it may be orthogonal to a new leading eigenvector."""

@@ -28,7 +28,7 @@ from curvmon.numerics import NOT_FINITE, precise_dtype
 
 Products = Callable[[Tensor], Tensor]
 """images of the columns of a matrix"""
-ROWS = 8
+ROWS = 4
 """most vectors that are allocated at a time"""
 BLOCK = 2**23
 """entries of the vectors that are allocated at a time, unless a single one has more"""
@@ -182,10 +182,13 @@ class KrylovSpace:
             ]
         )
 
-    def orthogonalised(self, rows: Tensor) -> Tensor:
-        """Rows without their projections on the locked vectors and the basis."""
+    def orthogonalised(self, rows: Tensor, rounds: int = 2) -> Tensor:
+        """Rows without their projections on the locked vectors and the basis.
+
+        One round is enough for random rows: in others, cancellation leaves components behind.
+        """
         rows = rows.clone()
-        for _ in range(2):  # cancellation in the first projection leaves components behind
+        for _ in range(rounds):
             for vectors in (self._locked, self.basis):
                 if len(vectors):
                     _subtract(rows, vectors.filled(), _inner(vectors.filled(), rows))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvmon.errors import InputError
+from curvmon.errors import DoubleBackwardError, InputError
 from curvmon.graph.arguments import check_budget, check_integer
 from curvmon.numerics import norm
 from curvmon.operators.batching import Batched, check_batched
@@ -18,7 +18,7 @@ from curvmon.operators.gradient_differences import DifferenceOperator, Differenc
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
-from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
+from curvmon.spectrum.eigenvalue_search import EXTRA_VECTORS, TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
 from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
 from curvmon.spectrum.search_start import starting_vectors
 from curvmon.spectrum.stability_limit import stability_limit
@@ -163,11 +163,12 @@ def run_spectrum(
     layerwise: Findings,
     batched: Batched = "auto",
     kind: type[ParameterOperator] = ParameterOperator,
+    extra_vectors: int = EXTRA_VECTORS,
     on_product: Callable[[int], None] | None,
 ) -> Spectrum:
     """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be, and keeps `layerwise`.
 
-    `kind`: how HVPs are computed.
+    `kind`: how HVPs are computed. `extra_vectors`: most vectors in the size of the parameters, beyond k.
     """
     began = time.perf_counter()
     notes: list[str] = []
@@ -176,16 +177,19 @@ def run_spectrum(
         members = {} if groups is None else resolve_groups(operator.names, groups)
         gradient_norm = norm(operator.gradient)
         generator = torch.Generator("cpu").manual_seed(seed)
-        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest, operator.width)
+        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest, operator.width, extra_vectors)
         estimate: TraceAndStart | None = None
         # with few parameters, the probes of `deflated_trace` may span all directions
         if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
-            estimate = _layerwise(operator, generator, k if start is None else 0, effort, layerwise, notes)
+            own = torch.Generator("cpu").manual_seed(seed + 1)  # the search draws the same numbers without a trace
+            estimate = _layerwise(operator, own, k if start is None else 0, effort, layerwise, notes)
         vector = None if estimate is None else estimate.start
         differences = operator if isinstance(operator, DifferenceOperator) else None
         if differences is not None:
             differences.checked = layerwise.get(("differences", *operator.names)) == WORKS
         space = search.krylov_space(starting_vectors(operator, gradient_norm, search, start, vector))
+        del vector
+        estimate = None if estimate is None else estimate._replace(start=None)
         total = total_stderr = math.nan
         if estimate is not None:
             total, total_stderr = estimate.value, estimate.stderr
@@ -199,6 +203,8 @@ def run_spectrum(
                 f"HVPs from differences of gradients (step {differences.step:.1g}, relative error "
                 f"{max(differences.error, space.asymmetry):.1g}, which the residuals include)"
             )
+            if differences.missing:
+                notes.append(f"HVPs are not compared with second derivatives: {differences.missing}")
         elif space.asymmetry > SYMMETRIC:
             notes.append(
                 f"suspect: Hessian-vector products are not symmetric (by {space.asymmetry:.2g} of the norm of H): some "
@@ -207,7 +213,9 @@ def run_spectrum(
         uncertainty = 0.0
         if differences is not None:
             uncertainty = OTHER_DIRECTIONS * max(differences.error, space.asymmetry) * space.scale
-        pairs, verified = search.verified(search.extract(space), verify)
+        pairs = search.extract(space)
+        del space  # its memory
+        pairs, verified = search.verified(pairs, verify)
         required = pairs.converged if smallest else pairs.converged[:k]
         if not required.all():
             notes.append(f"{int((~required).sum())} of {len(required)} values have not converged")
@@ -218,9 +226,13 @@ def run_spectrum(
             )
         ggn_eigenvalue = math.nan
         if ggn and operator.has_ggn:
-            ggn_eigenvalue, ggn_converged = search.largest(operator.unchecked_ggn, pairs.vectors[0])
-            if not ggn_converged:
-                notes.append(f"ggn_eigenvalue has not converged to {accuracy.first:.0%}")
+            try:
+                ggn_eigenvalue, ggn_converged = search.largest(operator.unchecked_ggn, pairs.vectors[0])
+                notes += [] if ggn_converged else [f"ggn_eigenvalue has not converged to {accuracy.others:.0%}"]
+            except DoubleBackwardError as error:  # of the loss; H needs no second derivative then
+                if differences is None:
+                    raise
+                notes.append(f"ggn_eigenvalue is NaN: {error}")
         elif ggn:
             notes.append(
                 "ggn_eigenvalue is NaN: the output of the network is not known, or part of the loss bypasses it (no "

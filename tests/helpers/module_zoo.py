@@ -336,7 +336,7 @@ class LSTM(Lit):
 
 
 class SpeechRecogniser(Lit):
-    """CTC has no second derivative."""
+    """CTC has no second derivative: eigenvalues come from differences of gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class SpeechRecogniser(Lit):
 
 
 class BagOfWords(Lit):
-    """Nor has EmbeddingBag, but only by its weights: the layers behind it are measured."""
+    """Nor has EmbeddingBag, but only by its weights: the layers behind it are measured as any others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -710,7 +710,7 @@ MEASURED: dict[str, Case] = {
         note="another term written by hand",
     ),
     "GAN with a loss": Case(GAN, SIXES, SIXES_VAL, discriminator_loss, options={"loss": discriminator_loss}),
-    "contrastive": Case(SimCLR, VIEWS, VIEWS_VAL, simclr_loss, note="samples interact"),
+    "contrastive": Case(SimCLR, VIEWS, VIEWS_VAL, simclr_loss, note="no Gauss-Newton factors"),
     "contrastive, views joined": Case(
         JoinedViews,
         VIEWS,
@@ -822,7 +822,6 @@ DECLINED: dict[str, Declined] = {
     "GAN": Declined(
         GAN, SIXES, "this run is not monitored: training_step of a module with manual optimisation steps its optimizers"
     ),
-    "CTC": Declined(SpeechRecogniser, FRAMES, "DoubleBackwardError"),
     "no loss for the batch": Declined(SkipsBatches, REGRESSION, "training_step returned no loss for the probe batch"),
     "step draws its batches": Declined(DrawsItself, REGRESSION, "training_step draws its batches itself"),
 }
@@ -834,8 +833,8 @@ PARTLY: dict[str, Declined] = {
     "images in a list": Declined(
         Detector, PICTURES, "pairs of layers are not measured in this run: NodeError: no module", collate=as_lists
     ),
-    "EmbeddingBag": Declined(
-        BagOfWords, WORDS, "eigenvalues are not measured in this run: DoubleBackwardError: embedding_bag"
+    "CTC": Declined(
+        SpeechRecogniser, FRAMES, "pairs of layers are not measured in this run: DoubleBackwardError: ctc_loss"
     ),
 }
 """pairs of layers or eigenvalues, but not both"""

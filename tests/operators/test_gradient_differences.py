@@ -117,8 +117,8 @@ def test_a_product_is_one_pass() -> None:
         operator.hessian(operator.gradient)
         with KernelCounts() as counts:
             operator.hessian(operator.gradient)
-    # and one kernel per parameter to shift it, one to restore it, some for the vector
-    assert counts.totals[0] <= one.totals[0] + 2 * len(parameters) + 12
+    # a few more for the vectors, and copies of the batch
+    assert counts.totals[0] <= one.totals[0] + 20
     assert counts.totals[1] <= 1, "the check for finite values alone may read a number"
 
 

@@ -24,6 +24,8 @@ from tests.helpers.module_zoo import (
     PROBE,
     REGRESSION,
     REGRESSION_VAL,
+    WORDS,
+    BagOfWords,
     Case,
     Regression,
 )
@@ -123,6 +125,14 @@ def test_the_measurable_part_is_measured(name: str) -> None:
         assert not monitor.spectra and all(found.resonance.all() for found in monitor.history)
     else:
         assert not monitor.history and all(found.converged.all() for found in monitor.spectra)
+
+
+def test_a_layer_without_second_derivative_is_measured() -> None:
+    torch.manual_seed(0)
+    module, monitor = BagOfWords(), CurvatureMonitor()
+    assert not trained(module, monitor, (DataLoader(WORDS, BATCH), DataLoader(WORDS, BATCH)), max_epochs=2)
+    assert len(monitor.history) == len(monitor.spectra) == 3
+    assert all(found.converged.all() for found in monitor.spectra)
 
 
 @pytest.mark.parametrize("name", ["GAN", "step draws its batches"])
