@@ -36,8 +36,9 @@ ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.1)
 """finer than a curve in a dashboard can show"""
 MAX_START_BLOCK = 2**28
 """entries of the vectors that start the next search: 1 GiB of the host's memory"""
-EXTRA_VECTORS = 10
-"""vectors of the search beyond the eigenvalues: fewer take less memory, but more HVPs"""
+EXTRA_VECTORS, FEW_EXTRA_VECTORS = 10, 7
+"""vectors of the search beyond the eigenvalues; the fewer where vectors have more than LARGE entries"""
+LARGE = 2**22
 MAX_SPECTRUM_HVPS = 55
 """Eigenvalues that have not converged by then are reported with a note. The trace, Gauss-Newton's eigenvalue and the
 preconditioned one may take four each beyond that; with 80 for the pairs a measurement takes at most 150."""
@@ -92,7 +93,8 @@ def measure_spectrum(
     `findings`: what earlier measurements found out about the network; is added to. A start vector that does not fit
     (layers were frozen or unfrozen) or has no direction is ignored.
     """
-    if start is not None and len(start) != sum(p.numel() for p in model.parameters() if p.requires_grad):
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if start is not None and len(start) != size:
         start = None
     if start is not None and not 0 < torch.linalg.vector_norm(start).item() < float("inf"):
         start = None
@@ -136,7 +138,7 @@ def measure_spectrum(
             effort=COARSE,
             layerwise=findings,
             kind=kind,
-            extra_vectors=EXTRA_VECTORS,
+            extra_vectors=FEW_EXTRA_VECTORS if size > LARGE else EXTRA_VECTORS,
             on_product=counted,
         )
 

@@ -24,7 +24,9 @@ from torch import Tensor
 from curvmon.errors import CurvmonError, DoubleBackwardError, LossError
 from curvmon.graph.autograd import differentiate
 from curvmon.graph.fixed_pieces import ChangedCallsError, FixedPieces
+from curvmon.graph.linear_layers import LayeredGraph
 from curvmon.graph.taps import TappedGraph
+from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.isolation.fused_attention import fused_attention
 from curvmon.numerics import norms
 from curvmon.operators.batch_graph import BatchGraph
@@ -69,6 +71,10 @@ class DifferenceOperator(ParameterOperator):
         """Large enough that θ + ε z differs from θ in single precision."""
         root = math.sqrt(torch.finfo(self.template.dtype).eps)
         return root * max(1.0, norms([self._original])[0] / 200)
+
+    def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
+        self._kept = None  # its memory is needed
+        return super().layered()
 
     def pullback(self, cotangents: Sequence[Tensor]) -> Tensor:
         # by the operations of the layered graphs that it is compared with: with others, a ReLU may be on another piece
@@ -142,6 +148,7 @@ class DifferenceOperator(ParameterOperator):
         exact = torch.zeros_like(image)
         parts = self._shaped(unit, range(len(self.sizes)))
         every = range(len(self.sizes))
+        return_freed_memory(self.device)
         try:
             for weight, build in self._losses:
                 graph = BatchGraph(build(), self._parameters)
@@ -149,6 +156,8 @@ class DifferenceOperator(ParameterOperator):
         except DoubleBackwardError as error:
             self.missing = str(error)
             return
+        del graph
+        return_freed_memory(self.device)
         difference, size = norms([exact - image, exact])
         if not difference <= TOLERATED * size:
             raise DifferencesError(
@@ -161,7 +170,7 @@ class DifferenceOperator(ParameterOperator):
         total = torch.zeros_like(z)
         for index, (weight, graph) in enumerate(self._graphs()):
             with self._shifted(z, step / size):
-                outputs = [output.detach() for output in self._shifted_graph(index).outputs]
+                outputs = self._outputs(index)
             tangents = [(after - before).mul_(size / step) for after, before in zip(outputs, graph.outputs())]
             total.add_(self._joined(graph.curved_pullback(tangents)), alpha=weight)
         return total
@@ -183,6 +192,15 @@ class DifferenceOperator(ParameterOperator):
         with fused_attention(), self._pieces[index]():
             return build(efficient=False, finite=False)
 
+    def _outputs(self, index: int) -> list[Tensor]:
+        """The outputs, from a forward pass that keeps nothing for a backward pass."""
+        try:
+            with _nothing_saved():
+                graph = self._shifted_graph(index)
+        except RuntimeError:  # the loss takes gradients itself
+            graph = self._shifted_graph(index)
+        return [output.detach() for output in graph.outputs]
+
     @contextmanager
     def _shifted(self, z: Tensor, step: Tensor) -> Iterator[None]:
         """θ + step z in place of θ, which is restored bit by bit."""
@@ -193,6 +211,13 @@ class DifferenceOperator(ParameterOperator):
             raise DifferencesError(f"a pass with shifted parameters is another function: {error}") from error
         finally:
             self._at.copy_(self._original)
+
+
+@contextmanager
+def _nothing_saved() -> Iterator[None]:
+    """For a forward pass whose graph is needed to find the outputs, but not to differentiate them."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda tensor: tensor):
+        yield
 
 
 def _length(z: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvmon.errors import DoubleBackwardError, InputError
 from curvmon.graph.arguments import check_budget, check_integer
+from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.numerics import norm
 from curvmon.operators.batching import Batched, check_batched
 from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
@@ -183,6 +184,7 @@ def run_spectrum(
         if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
             own = torch.Generator("cpu").manual_seed(seed + 1)  # the search draws the same numbers without a trace
             estimate = _layerwise(operator, own, k if start is None else 0, effort, layerwise, notes)
+            return_freed_memory(operator.device)
         vector = None if estimate is None else estimate.start
         differences = operator if isinstance(operator, DifferenceOperator) else None
         if differences is not None:
