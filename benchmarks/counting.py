@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from curvmon.operators.gradient_differences import DifferenceOperator
 from curvmon.operators.parameter_hessian import ParameterOperator
 
 MOST_PRODUCTS = 200
@@ -61,7 +62,7 @@ def counted_products() -> Iterator[list[int]]:
 
         return counting
 
-    with replaced(ParameterOperator, "_block", wrap):
+    with replaced(ParameterOperator, "_block", wrap), replaced(DifferenceOperator, "_block", wrap):
         yield count
 
 

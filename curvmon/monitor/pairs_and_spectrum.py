@@ -19,7 +19,6 @@ from curvmon.metrics.mean_curvature import combined
 from curvmon.monitor.batch_samples import halves
 from curvmon.monitor.fallbacks import is_out_of_memory
 from curvmon.monitor.settings import Settings
-from curvmon.operators.batching import batches_products
 from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
 from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.pairs.measure import run_measurement
@@ -34,8 +33,6 @@ OnProduct = Callable[[int], None]
 Result = TypeVar("Result")
 ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.1)
 """finer than a curve in a dashboard can show"""
-MAX_START_BLOCK = 2**28
-"""entries of the vectors that start the next search: 1 GiB of the host's memory"""
 EXTRA_VECTORS, FEW_EXTRA_VECTORS = 10, 7
 """vectors of the search beyond the eigenvalues; the fewer where vectors have more than LARGE entries"""
 LARGE = 2**22
@@ -100,7 +97,8 @@ def measure_spectrum(
         start = None
 
     findings = {} if findings is None else findings
-    skipped = ("differences",)
+    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    given_up, failed_once = ("no differences", *names), ("differences failed once", *names)
     spent = 0
 
     def counted(hvps: int) -> None:
@@ -110,13 +108,15 @@ def measure_spectrum(
             on_product(hvps)
 
     def search(parts: Sequence[Any]) -> Spectrum:
-        if skipped not in findings:
+        reason = findings.get(given_up)
+        if reason is None:
             try:
                 return search_with(DifferenceOperator, parts)
             except DifferencesError as error:
-                findings[skipped] = str(error)
+                reason = str(error)
+                findings[given_up if error.lasts or failed_once in findings else failed_once] = reason
         result = search_with(ParameterOperator, parts)
-        return replace(result, notes=(*result.notes, f"HVPs from second derivatives: {findings[skipped]}"))
+        return replace(result, notes=(*result.notes, f"HVPs from second derivatives: {reason}"))
 
     def search_with(kind: type[ParameterOperator], parts: Sequence[Any]) -> Spectrum:
         return run_spectrum(
@@ -145,11 +145,8 @@ def measure_spectrum(
     result = _in_parts(list(batches), search)
     if share < 1:
         result = replace(result, notes=(*result.notes, "trace and Gauss-Newton eigenvalue skipped to save time"))
-    device = result.eigenvectors.device
-    # a block takes more products than a single vector, but fewer launches
-    many = skipped in findings and batches_products("auto", device) and result.eigenvectors.numel() <= MAX_START_BLOCK
     # on the CPU: until the next measurement, training needs the memory of the device
-    return result.without_vectors(), (result.start_vectors() if many else result.start_vector()).cpu()
+    return result.without_vectors(), result.start_vector().cpu()
 
 
 def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:

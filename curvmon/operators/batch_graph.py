@@ -57,9 +57,8 @@ class BatchGraph:
     def take_gradient(self) -> list[Tensor | None]:
         """The values of the gradient, which are not kept: products need its graph alone."""
         if not self._differentiable:
-            return differentiate([self._graph.loss], self._parameters)
-        if any(g is not None and g.layout is not torch.strided for g in self._gradients):
-            raise InputError("a gradient is sparse (nn.Embedding(sparse=True)); set sparse=False for the measurement")
+            return _dense(differentiate([self._graph.loss], self._parameters))
+        _dense(self._gradients)
         values = [None if g is None else g.detach() for g in self._gradients]
         self.drop_gradient()
         return values
@@ -69,9 +68,7 @@ class BatchGraph:
         self._gradients = [None if g is None else without_values(g) for g in self._gradients]
 
     def custom_functions(self) -> list[str]:
-        """Those of the user whose backward has to be differentiable."""
-        if not self._differentiable:
-            return []
+        """Those of the user, whose backward has to be differentiable for products by second derivatives."""
         return custom_functions([self._graph.loss, *(g for g in self._gradients if g is not None)])
 
     def used_once(self) -> set[int]:
@@ -117,3 +114,9 @@ class BatchGraph:
         """J^T c for a cotangent, samples x outputs."""
         layout = Layout(self._graph.outputs, len(rows), 0)
         return product(self._graph.outputs, self._parameters, layout.tensors(rows))
+
+
+def _dense(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise InputError("a gradient is sparse (nn.Embedding(sparse=True)); set sparse=False for the measurement")
+    return gradients

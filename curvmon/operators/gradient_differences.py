@@ -33,8 +33,12 @@ from curvmon.operators.batch_graph import BatchGraph
 from curvmon.operators.parameter_hessian import Build, GraphImage, ParameterOperator
 from curvmon.operators.protocol import by_columns
 
-GOOD, TOLERATED = 2e-3, 1e-2
+GOOD, TOLERATED = 2e-3, 5e-3
 """relative errors of a product: the first step that is as good as GOOD is taken, or else the best of a few"""
+SAME = 1e-2
+"""relative difference from second derivatives"""
+TOLERATED_ASYMMETRY = 0.02
+"""relative to the norm of H"""
 MOST_STEPS = 3
 """step sizes that are tried"""
 FACTOR = 4.0
@@ -42,7 +46,15 @@ FACTOR = 4.0
 
 
 class DifferencesError(CurvmonError):
-    """Differences of gradients are not exact enough here; the message says why."""
+    """Differences of gradients are not exact enough here; the message says why.
+
+    Attributes:
+        lasts: they never will be, for this network.
+    """
+
+    def __init__(self, message: str, *, lasts: bool) -> None:
+        super().__init__(message)
+        self.lasts = lasts
 
 
 class DifferenceOperator(ParameterOperator):
@@ -50,18 +62,17 @@ class DifferenceOperator(ParameterOperator):
 
     Attributes:
         step: ε; None before the first product.
-        error: relative error of the first product.
-        checked: do not compare the first product with one from second derivatives.
-        missing: why it could not be compared.
+        relative_error: of the first product; NaN before.
+        verdict: what a comparison of the first product with one from second derivatives showed, in this measurement or
+            in an earlier one; None: compare. "" if they agree.
     """
 
     def __init__(self, losses: Any, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
         self._pieces: defaultdict[int, FixedPieces] = defaultdict(FixedPieces)
         self._efficient = False
         self.step: float | None = None
-        self.error = math.nan
-        self.checked = False
-        self.missing = ""
+        self.relative_error = math.nan
+        self.verdict: str | None = None
         self._at, self._original = _in_one_tensor(list(parameters.values()))
         super().__init__(losses, parameters, *args, **kwargs)
         self._in_batches.width = 1
@@ -84,7 +95,7 @@ class DifferenceOperator(ParameterOperator):
         finally:
             self._kept, self._efficient = None, False
 
-    def of_random(self, z: Tensor) -> Tensor:
+    def matmat_of_random(self, z: Tensor) -> Tensor:
         """H Z for random vectors, of which rounding is a larger part, with larger steps."""
         if self.step is None:
             return self.matmat(z)
@@ -135,15 +146,16 @@ class DifferenceOperator(ParameterOperator):
             images = {self.step: images[self.step]}
             step = _next_step(tried)
         assert self.step is not None
-        self.error = tried[self.step]
-        if not self.error <= TOLERATED:
-            raise DifferencesError(f"differences of gradients have an error of {self.error:.1g} or more")
-        best = images[self.step]
-        if not self.checked:
-            self._compare_with_second_derivatives(unit, best)
-        return best
+        self.relative_error = tried[self.step]
+        self._spend(2 * len(tried) - 1)
+        if not self.relative_error <= TOLERATED:
+            text = f"differences of gradients have an error of {self.relative_error:.1g} or more"
+            raise DifferencesError(text, lasts=False)
+        if self.verdict is None:
+            self.verdict = self._compared_with_second_derivatives(unit, images[self.step])
+        return images[self.step]
 
-    def _compare_with_second_derivatives(self, unit: Tensor, image: Tensor) -> None:
+    def _compared_with_second_derivatives(self, unit: Tensor, image: Tensor) -> str:
         """What a difference does not show: values that a model keeps from pass to pass, kinks at zero."""
         exact = torch.zeros_like(image)
         parts = self._shaped(unit, range(len(self.sizes)))
@@ -152,17 +164,26 @@ class DifferenceOperator(ParameterOperator):
         try:
             for weight, build in self._losses:
                 graph = BatchGraph(build(), self._parameters)
-                exact += weight * self._joined(graph.hessian(every, every, parts))
+                exact.add_(self._joined(graph.hessian(every, every, parts)), alpha=weight)
         except DoubleBackwardError as error:
-            self.missing = str(error)
-            return
+            return f"HVPs are not compared with second derivatives: {error}"
+        self._spend(1)
         del graph
         return_freed_memory(self.device)
         difference, size = norms([exact - image, exact])
-        if not difference <= TOLERATED * size:
-            raise DifferencesError(
-                f"differences of gradients differ from second derivatives by {difference / (size or 1.0):.1g}"
-            )
+        if difference <= SAME * size:
+            return ""
+        apart = f"differ by {difference / (size or 1.0):.1g}"
+        if self.custom_functions:
+            functions = ", ".join(self.custom_functions)
+            return f"suspect: HVPs from differences and from the second derivatives of {functions} {apart}"
+        raise DifferencesError(f"differences of gradients and second derivatives {apart}", lasts=True)
+
+    def notes_on_symmetry(self, asymmetry: float) -> list[str]:
+        if asymmetry > TOLERATED_ASYMMETRY:
+            raise DifferencesError(f"differences of gradients are not symmetric (by {asymmetry:.1g})", lasts=False)
+        text = f"HVPs from differences of gradients (step {self.step:.1g}, relative error {self.relative_error:.1g})"
+        return [text, self.verdict] if self.verdict else [text]
 
     def _ggn_difference(self, z: Tensor) -> Tensor:
         """GGN z."""
@@ -197,7 +218,7 @@ class DifferenceOperator(ParameterOperator):
         try:
             with _nothing_saved():
                 graph = self._shifted_graph(index)
-        except RuntimeError:  # the loss takes gradients itself
+        except _NotSavedError:  # the loss takes gradients itself
             graph = self._shifted_graph(index)
         return [output.detach() for output in graph.outputs]
 
@@ -208,20 +229,28 @@ class DifferenceOperator(ParameterOperator):
             torch.addcmul(self._original, z, step, out=self._at)
             yield
         except (ChangedCallsError, LossError) as error:
-            raise DifferencesError(f"a pass with shifted parameters is another function: {error}") from error
+            text = f"a pass with shifted parameters is another function: {error}"
+            raise DifferencesError(text, lasts=True) from error
         finally:
             self._at.copy_(self._original)
 
 
-@contextmanager
-def _nothing_saved() -> Iterator[None]:
+class _NotSavedError(RuntimeError):
+    pass
+
+
+def _nothing_saved() -> Any:
     """For a forward pass whose graph is needed to find the outputs, but not to differentiate them."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda tensor: tensor):
-        yield
+
+    def unpack(nothing: Any) -> Any:
+        raise _NotSavedError
+
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    return hooks(lambda tensor: None, unpack)
 
 
 def _length(z: Tensor) -> Tensor:
-    """‖z‖, about; one for zeros."""
+    """‖z‖, about; above zero."""
     length: Tensor = torch.linalg.vector_norm(z)
     return length.clamp_min(torch.finfo(z.dtype).tiny)
 
@@ -233,7 +262,7 @@ def _in_one_tensor(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """
     first = parameters[0]
     if any(p.dtype != first.dtype or p.device != first.device or p.layout != torch.strided for p in parameters):
-        raise DifferencesError("the parameters have several dtypes, devices or layouts")
+        raise DifferencesError("the parameters have several dtypes, devices or layouts", lasts=True)
     whole = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     for parameter, part in zip(parameters, torch.split(whole, [p.numel() for p in parameters])):
         parameter.data = part.view(parameter.shape)

@@ -43,6 +43,8 @@ BATCHED_BYTES = 2**31
 """most memory for the activations of all products that run at once"""
 SAME_LOSS = 1e-3
 """Largest relative difference of a loss between two forward passes of the same batch: rounding on a device."""
+SYMMETRIC = 1e-3
+"""relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
 REPEATABLE = 1e-5
 """up to this relative difference, a model without a state computes the same again"""
 
@@ -193,6 +195,15 @@ class ParameterOperator(SymmetricOperator):
         """Gradients w.r.t. single parameters as one flat vector, with zeros for the others."""
         gradients = {id(parameter): gradient for parameter, gradient in pieces}
         return self._joined([gradients.get(id(parameter)) for parameter in self._parameters])
+
+    def notes_on_symmetry(self, asymmetry: float) -> list[str]:
+        """`asymmetry`: of the products so far, relative to the norm of H."""
+        if asymmetry <= SYMMETRIC:
+            return []
+        return [
+            f"suspect: Hessian-vector products are not symmetric (by {asymmetry:.2g} of the norm of H): some operation "
+            f"has a wrong double backward, and none of these numbers is reliable"
+        ]
 
     def spend(self, products: int) -> None:
         """Count HVPs (or work of the same cost) that were computed elsewhere."""

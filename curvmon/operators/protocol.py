@@ -164,6 +164,9 @@ def _of_array(operator: LinearOperator, z: Any) -> Any:
 class SymmetricOperator(LinearOperator):
     """A = A^T, n x n."""
 
+    relative_error = 0.0
+    """of a product, beyond rounding"""
+
     def __init__(self, size: int, template: Tensor) -> None:
         super().__init__((size, size), template)
 
@@ -176,7 +179,7 @@ class SymmetricOperator(LinearOperator):
     def T(self) -> SymmetricOperator:
         return self
 
-    def of_random(self, z: Tensor) -> Tensor:
+    def matmat_of_random(self, z: Tensor) -> Tensor:
         """`matmat` for random vectors."""
         return self.matmat(z)
 

@@ -22,12 +22,16 @@ FLOOR = 1e-4
 """share of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
 FEW_PRODUCTS = 4
 """for the largest eigenvalue of another operator, when the limit is reached already"""
+OTHER_VECTORS = 3
+"""how much larger the error of a product may be for another vector than for the first"""
+SHARE_OF_LARGEST = 0.1
+"""error of a small eigenvalue, in errors of the largest"""
 MIN_VERIFICATION_STEPS = 8
 """products of another start before it may count as having no further eigenvalue"""
 
 
 class Eigenpairs(NamedTuple):
-    """The k largest eigenvalues in descending order, then the smallest one, with residuals and unit eigenvectors.
+    """The k largest eigenvalues in descending order, then the smallest one, with error bars and unit eigenvectors.
 
     `converged`: whether each of them is as exact as the search wants.
     """
@@ -133,7 +137,13 @@ class EigenvalueSearch:
         return space
 
     def _residuals_per_tolerance(self, ritz: RitzPairs, chosen: list[int]) -> Tensor:
-        return ritz.residuals[chosen] / self._accuracy.tolerances(ritz.values[chosen], self._k)
+        return self._error_bars(ritz)[chosen] / self._accuracy.tolerances(ritz.values[chosen], self._k)
+
+    def _error_bars(self, ritz: RitzPairs) -> Tensor:
+        """Residuals, and what the error of the products adds: most along sharp directions, some along all."""
+        error = OTHER_VECTORS * self._operator.relative_error
+        sizes = ritz.values.abs()
+        return ritz.residuals + error * (sizes + SHARE_OF_LARGEST * sizes.max())
 
     def extract(self, space: KrylovSpace) -> Eigenpairs:
         """The Ritz pairs of a Krylov space, which is left with them alone."""
@@ -141,7 +151,7 @@ class EigenvalueSearch:
         chosen = _extremal(len(ritz.values), self._k, 1)
         converged = self._residuals_per_tolerance(ritz, chosen) <= 1
         space.restart(ritz.coefficients[:, chosen])
-        return Eigenpairs(ritz.values[chosen], ritz.residuals[chosen], space.basis.rows(), converged)
+        return Eigenpairs(ritz.values[chosen], self._error_bars(ritz)[chosen], space.basis.rows(), converged)
 
     def verified(self, pairs: Eigenpairs, verify: bool) -> tuple[Eigenpairs, bool]:
         """Run `verify` on converged eigenpairs, if asked for or if some are missing."""
@@ -186,7 +196,7 @@ class EigenvalueSearch:
             self._restart_if_full(space, self._extra_vectors - 4, 3, 0)
             space.expand()
             ritz = space.ritz_pairs()
-            if ritz.residuals[-1] <= self._accuracy.others * ritz.values.abs().max():
+            if self._error_bars(ritz)[-1] <= self._accuracy.others * ritz.values.abs().max():
                 return ritz.values[-1].item(), True
         return (space.ritz_pairs().values[-1].item() if space.products else 0.0), space.exhausted
 
@@ -213,7 +223,7 @@ class EigenvalueSearch:
         estimator for what the basis does not contain. Exact if the probes span the complement.
         """
         projected, size = space.projected.trace().item(), space.projected.diagonal().abs().sum().item()
-        eps = torch.finfo(self._operator.template.dtype).eps
+        eps = torch.finfo(self._operator.template.dtype).eps + self._operator.relative_error / 10
         dimensions = self._operator.size - len(space.basis)
         if dimensions == 0:
             return projected, 10 * eps * size
@@ -222,7 +232,7 @@ class EigenvalueSearch:
             vectors = space.orthogonalised(torch.cat([self._random() for _ in range(count)]))
             # orthogonal to each other: sampling without replacement. In many dimensions they are almost so anyway
             vectors = torch.linalg.qr(vectors.T).Q
-            samples = (vectors * self._operator.of_random(vectors)).sum(0)
+            samples = (vectors * self._operator.matmat_of_random(vectors)).sum(0)
         else:  # one at a time, for their memory
             samples = torch.cat([self._outside(space) for _ in range(count)]) / dimensions
         values = samples.cpu().double()
@@ -237,7 +247,7 @@ class EigenvalueSearch:
         """z^T H z for random signs without their part in the space: tr H outside of it, on average."""
         signs = rademacher(self._operator.template.expand(1, self._operator.size), self._generator)
         column = space.orthogonalised(signs, rounds=1).T
-        return (column * self._operator.of_random(column)).sum(0)
+        return (column * self._operator.matmat_of_random(column)).sum(0)
 
     def perturbed(self, start: Tensor) -> Tensor:
         """The start with a random component, as a row: it may be orthogonal to a new leading eigenvector."""
@@ -273,7 +283,7 @@ class EigenvalueSearch:
         others = _extremal(len(ritz.values), 1, 1)
         space.restart(ritz.coefficients[:, others])
         values = torch.cat([pairs.values, ritz.values[others]])
-        residuals = torch.cat([pairs.residuals, ritz.residuals[others]])
+        residuals = torch.cat([pairs.residuals, self._error_bars(ritz)[others]])
         vectors = [*pairs.vectors, *space.basis.rows()]
         order = values.argsort(descending=True, stable=True).tolist()
         kept = [*order[: self._k], *order[self._k :][-1:]]

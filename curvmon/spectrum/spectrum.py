@@ -15,7 +15,7 @@ from curvmon.graph.arguments import check_budget, check_integer
 from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.numerics import norm
 from curvmon.operators.batching import Batched, check_batched
-from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
+from curvmon.operators.gradient_differences import DifferenceOperator
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
@@ -28,12 +28,6 @@ from curvmon.spectrum.trace import FULL, Effort, LayerwiseError, TraceAndStart, 
 Findings = dict[tuple[str, ...], str]
 """by the names of the parameters: whether the trace by layers works, or a note that says why not"""
 WORKS = "works"
-TOLERATED_ASYMMETRY = 0.02
-"""of products from differences, relative to the norm of H"""
-OTHER_DIRECTIONS = 3
-"""how much larger the error of a difference may be along another vector than the first"""
-SYMMETRIC = 1e-3
-"""relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
 
 
 def spectrum(
@@ -181,14 +175,15 @@ def run_spectrum(
         search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest, operator.width, extra_vectors)
         estimate: TraceAndStart | None = None
         # with few parameters, the probes of `deflated_trace` may span all directions
-        if trace and operator.has_ggn and operator.size > search.capacity + TRACE_PROBES:
+        suspect = isinstance(operator, DifferenceOperator) and operator.custom_functions
+        if trace and operator.has_ggn and not suspect and operator.size > search.capacity + TRACE_PROBES:
             own = torch.Generator("cpu").manual_seed(seed + 1)  # the search draws the same numbers without a trace
             estimate = _layerwise(operator, own, k if start is None else 0, effort, layerwise, notes)
             return_freed_memory(operator.device)
         vector = None if estimate is None else estimate.start
         differences = operator if isinstance(operator, DifferenceOperator) else None
         if differences is not None:
-            differences.checked = layerwise.get(("differences", *operator.names)) == WORKS
+            differences.verdict = layerwise.get(("differences", *operator.names))
         space = search.krylov_space(starting_vectors(operator, gradient_norm, search, start, vector))
         del vector
         estimate = None if estimate is None else estimate._replace(start=None)
@@ -197,24 +192,9 @@ def run_spectrum(
             total, total_stderr = estimate.value, estimate.stderr
         elif trace:
             total, total_stderr = search.deflated_trace(space, effort.probes)
-        if differences is not None:
-            if space.asymmetry > TOLERATED_ASYMMETRY:
-                raise DifferencesError(f"differences of gradients are not symmetric (by {space.asymmetry:.1g})")
-            layerwise[("differences", *operator.names)] = WORKS
-            notes.append(
-                f"HVPs from differences of gradients (step {differences.step:.1g}, relative error "
-                f"{max(differences.error, space.asymmetry):.1g}, which the residuals include)"
-            )
-            if differences.missing:
-                notes.append(f"HVPs are not compared with second derivatives: {differences.missing}")
-        elif space.asymmetry > SYMMETRIC:
-            notes.append(
-                f"suspect: Hessian-vector products are not symmetric (by {space.asymmetry:.2g} of the norm of H): some "
-                f"operation has a wrong double backward, and none of these numbers is reliable"
-            )
-        uncertainty = 0.0
-        if differences is not None:
-            uncertainty = OTHER_DIRECTIONS * max(differences.error, space.asymmetry) * space.scale
+        notes += operator.notes_on_symmetry(space.asymmetry)
+        if differences is not None and differences.verdict is not None:
+            layerwise[("differences", *operator.names)] = differences.verdict
         pairs = search.extract(space)
         del space  # its memory
         pairs, verified = search.verified(pairs, verify)
@@ -257,7 +237,7 @@ def run_spectrum(
         unconverged = [name for name, block in blocks.items() if not block.converged.all()]
         if unconverged:
             notes.append(f"values of the groups {', '.join(unconverged)} have not converged")
-        if operator.custom_functions:
+        if operator.custom_functions and differences is None:
             notes.append(
                 f"custom autograd functions ({', '.join(operator.custom_functions)}): the results are correct only if "
                 f"their backward is differentiable"
@@ -267,9 +247,9 @@ def run_spectrum(
     return Spectrum(
         eigenvalues=pairs.values[:top],
         smallest=pairs.values[-1].item(),
-        residuals=pairs.residuals[:top] + uncertainty,
+        residuals=pairs.residuals[:top],
         converged=pairs.converged[:top],
-        smallest_residual=pairs.residuals[-1].item() + uncertainty,
+        smallest_residual=pairs.residuals[-1].item(),
         smallest_converged=bool(pairs.converged[-1]),
         eigenvectors=torch.stack(pairs.vectors[:top], dim=1),
         smallest_eigenvector=pairs.vectors[-1].clone(),

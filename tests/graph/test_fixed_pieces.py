@@ -25,6 +25,12 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda x: x.clamp(min=-0.2),
     "clamp in place": lambda x: (x * 1).clamp_(-0.2, 0.4),
     "clip": lambda x: torch.clip(x, -0.1, 0.6),
+    "hardshrink": lambda x: F.hardshrink(x, 0.3),
+    "where": lambda x: torch.where(x > 0.2, 2 * x, -x),
+    "method where": lambda x: x.where(x > 0.2, 0.5 * x),
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.3], dtype=x.dtype)),
+    "maximum": lambda x: torch.maximum(x, 0.5 * x - 0.1),
+    "smaller of two": lambda x: torch.min(x, torch.zeros_like(x)),
 }
 
 
@@ -90,6 +96,31 @@ def test_other_calls_are_an_error() -> None:
         x.abs()
     with pytest.raises(ChangedCallsError, match="is called where it was not before"), pieces():
         F.relu(x[:2])
+
+
+def test_a_trained_slope_and_both_arguments_get_gradients() -> None:
+    x = torch.randn(2, 3, 4, dtype=torch.float64).requires_grad_()
+    weight = torch.rand(3, dtype=torch.float64).requires_grad_()
+    other = torch.randn(2, 3, 4, dtype=torch.float64).requires_grad_()
+    pieces = FixedPieces()
+
+    def function() -> Tensor:
+        return F.prelu(x, weight).sum() + torch.maximum(x, other).square().sum()
+
+    with pieces():
+        expected = torch.autograd.grad(function(), [x, weight, other])
+    with pieces():
+        for one, two in zip(torch.autograd.grad(function(), [x, weight, other]), expected):
+            torch.testing.assert_close(one, two)
+
+
+def test_a_bound_that_is_trained_is_left_alone() -> None:
+    x, bound = torch.randn(5, requires_grad=True), torch.zeros(5, requires_grad=True)
+    pieces = FixedPieces()
+    for _ in range(2):
+        with pieces():
+            y = x.clamp(min=bound)
+        assert torch.autograd.grad(y.sum(), bound)[0].any()
 
 
 def test_constants_and_returned_indices_are_left_alone() -> None:
