@@ -219,8 +219,7 @@ def _gauss_newton_passes(setting: Setting, nodes: Sequence[str]) -> float:
     ) as session:
         start = time.process_time()
         factors = gauss_newton_part(session.operator, batch_dim=0, rtol=0.05, generator=generator).factors
-        assert factors is not None
-        for v, w in _pairs(range(len(nodes))):
+        for v, w in _pairs(range(len(nodes))) if factors is not None else ():  # none where T is larger than GN
             factors.norm_squared(v, w)
         return (time.process_time() - start) / unit
 

@@ -30,6 +30,9 @@ _ELEMENTWISE = _functions(
     """relu6 leaky_relu leaky_relu_ hardtanh hardtanh_ threshold threshold_ hardsigmoid hardshrink
     abs abs_ absolute __abs__ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_"""
 )
+_DETACHING = frozenset(
+    [Tensor.detach, Tensor.detach_, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.data.__get__]  # type: ignore[attr-defined]
+)
 _WHERE = _functions("where")
 _LARGER = _functions("maximum minimum fmax fmin max min")
 """of two tensors"""
@@ -49,9 +52,15 @@ class ChangedCallsError(RuntimeError):
 
 
 class FixedPieces:
-    """The pieces of one forward pass, for later ones with the same calls."""
+    """The pieces of one forward pass, for later ones with the same calls.
+
+    Attributes:
+        detaches: something that depends on the parameters was taken for a constant. Differences of gradients shift it,
+            too; second derivatives do not.
+    """
 
     def __init__(self) -> None:
+        self.detaches = False
         self._pieces: list[tuple[Any, torch.Size, Piece]] | None = None
 
     @contextmanager
@@ -64,7 +73,7 @@ class FixedPieces:
         if self._pieces is None:
             with _Recording() as mode:
                 yield
-            self._pieces = mode.pieces
+            self._pieces, self.detaches = mode.pieces, mode.detaches
             return
         with _Staying(self._pieces) as staying:
             yield
@@ -91,6 +100,16 @@ class _Recording(_Mode):
     def __init__(self) -> None:
         super().__init__()
         self.pieces: list[tuple[Any, torch.Size, Piece]] = []
+        self.detaches = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.is_grad_enabled():
+            self.detaches |= func in _DETACHING and bool(args) and args[0].requires_grad
+        else:
+            self.detaches |= any(isinstance(arg, nn.Parameter) and arg.requires_grad for arg in args)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         shape = args[0].shape
@@ -130,7 +149,7 @@ def _is_fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _are_tensors(args: tuple[Any, ...]) -> bool:
     """Plain ones, of which one depends on the parameters."""
-    plain = all(type(arg) in (Tensor, nn.Parameter) for arg in args)
+    plain = all(type(arg) in (Tensor, nn.Parameter) and not arg.is_complex() for arg in args)
     return plain and any(arg.requires_grad for arg in args)
 
 

@@ -112,7 +112,15 @@ class Linear:
         return self
 
     def output(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        return _by_rows(x, w.mT) if bias is None else F.linear(x, w, bias)
+        if is_transformed():
+            return _by_rows(x, w.mT) if bias is None else F.linear(x, w, bias)
+        y = x.new_empty((*x.shape[:-1], len(w)))  # no view: the network may change it in place
+        rows = y.view(-1, len(w))
+        if bias is None:
+            torch.mm(_rows(x), w.mT, out=rows)
+        else:
+            torch.addmm(bias, _rows(x), w.mT, out=rows)
+        return y
 
     def gradients(self, g: Tensor, x: Tensor | None, w: Tensor | None, needed: Mask) -> Sequence[Tensor | None]:
         dx = _by_rows(g, w) if needed[0] and w is not None else None

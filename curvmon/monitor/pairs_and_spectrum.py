@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from curvmon.errors import DivergedError
 from curvmon.metrics.mean_curvature import combined
 from curvmon.monitor.batch_samples import halves
 from curvmon.monitor.fallbacks import is_out_of_memory
@@ -115,6 +116,10 @@ def measure_spectrum(
             except DifferencesError as error:
                 reason = str(error)
                 findings[given_up if error.lasts or failed_once in findings else failed_once] = reason
+            except Exception as error:  # second derivatives may work, or raise an error that says more
+                if is_out_of_memory(error) or isinstance(error, DivergedError):
+                    raise
+                reason = findings[given_up] = f"{type(error).__name__}: {error}"
         result = search_with(ParameterOperator, parts)
         return replace(result, notes=(*result.notes, f"HVPs from second derivatives: {reason}"))
 

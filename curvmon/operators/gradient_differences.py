@@ -33,7 +33,7 @@ from curvmon.operators.batch_graph import BatchGraph
 from curvmon.operators.parameter_hessian import Build, GraphImage, ParameterOperator
 from curvmon.operators.protocol import by_columns
 
-GOOD, TOLERATED = 2e-3, 5e-3
+GOOD, TOLERATED = 2e-3, 3.5e-3
 """relative errors of a product: the first step that is as good as GOOD is taken, or else the best of a few"""
 SAME = 1e-2
 """relative difference from second derivatives"""
@@ -64,17 +64,23 @@ class DifferenceOperator(ParameterOperator):
         step: ε; None before the first product.
         relative_error: of the first product; NaN before.
         verdict: what a comparison of the first product with one from second derivatives showed, in this measurement or
-            in an earlier one; None: compare. "" if they agree.
+            in an earlier one; None: compare. "" if they agree. Always compared where the loss takes something that
+            depends on the parameters for a constant.
     """
 
-    def __init__(self, losses: Any, parameters: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, losses: Any, parameters: Mapping[str, Tensor], originals: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> None:
         self._pieces: defaultdict[int, FixedPieces] = defaultdict(FixedPieces)
         self._efficient = False
         self.step: float | None = None
         self.relative_error = math.nan
         self.verdict: str | None = None
+        shared = {parameter.data_ptr() for parameter in originals} - {0}
+        if any(parameter.data_ptr() in shared for parameter in parameters.values()):
+            raise DifferencesError("the parameters of a scripted module cannot be copied", lasts=True)
         self._at, self._original = _in_one_tensor(list(parameters.values()))
-        super().__init__(losses, parameters, *args, **kwargs)
+        super().__init__(losses, parameters, originals, *args, **kwargs)
         self._in_batches.width = 1
 
     @property
@@ -151,7 +157,7 @@ class DifferenceOperator(ParameterOperator):
         if not self.relative_error <= TOLERATED:
             text = f"differences of gradients have an error of {self.relative_error:.1g} or more"
             raise DifferencesError(text, lasts=False)
-        if self.verdict is None:
+        if self.verdict is None or any(pieces.detaches for pieces in self._pieces.values()):
             self.verdict = self._compared_with_second_derivatives(unit, images[self.step])
         return images[self.step]
 
@@ -164,6 +170,7 @@ class DifferenceOperator(ParameterOperator):
         try:
             for weight, build in self._losses:
                 graph = BatchGraph(build(), self._parameters)
+                graph.custom_functions()  # raises for one that hides that it has no second derivative
                 exact.add_(self._joined(graph.hessian(every, every, parts)), alpha=weight)
         except DoubleBackwardError as error:
             return f"HVPs are not compared with second derivatives: {error}"

@@ -22,7 +22,7 @@ FLOOR = 1e-4
 """share of the largest magnitude: a residual this small always counts as converged, however small the eigenvalue"""
 FEW_PRODUCTS = 4
 """for the largest eigenvalue of another operator, when the limit is reached already"""
-OTHER_VECTORS = 3
+OTHER_VECTORS = 5
 """how much larger the error of a product may be for another vector than for the first"""
 SHARE_OF_LARGEST = 0.1
 """error of a small eigenvalue, in errors of the largest"""

@@ -35,8 +35,6 @@ BLOCK = 2**23
 CHUNK = 2**16
 """Entries of the vectors that are combined at a time on a CPU: they stay in its cache. Inner products of chunks are
 summed in double precision; over millions of entries single precision loses three digits."""
-CANCELLATION = 0.1
-"""what remains of a vector after a projection is projected again if it is shorter than this share of the vector"""
 
 
 class RitzPairs(NamedTuple):
@@ -201,28 +199,21 @@ class KrylovSpace:
         del images  # its memory
         few, old = len(rest), len(self.basis)
         count = (old + len(self.front)) * few
-        total = torch.zeros(count, dtype=torch.float64, device="cpu")
         own, locked = [*self.basis.filled(), self.front], self._locked.filled()
-        # a CPU looks whether the second round is needed; for an accelerator that would be a synchronisation
-        for rounds in (1, 1) if rest.device.type == "cpu" else (2,):
-            inner = rest.new_zeros(count, dtype=precise_dtype(rest))
-            for _ in range(rounds):
-                shares = _inner(own, rest)
-                _subtract(rest, own, shares)
-                inner += shares.flatten()
-                if locked:
-                    _subtract(rest, locked, _inner(locked, rest))
-            # one copy to the host
-            numbers = _on_host(torch.cat([inner, _inner([rest], rest).flatten().to(inner), before.to(inner)]))
-            if not torch.isfinite(numbers).all():
-                raise NonFiniteError(NOT_FINITE)
-            added, gram, lengths = torch.split(numbers, [count, few**2, few])
-            total += added
-            gram = gram.reshape(few, few)
-            if gram.diagonal().min() >= CANCELLATION**2:
-                break
-        total = total.reshape(-1, few)
-        return total * lengths, lengths, rest, gram
+        # twice: what cancels in a first round grows from product to product (Giraud et al. 2005)
+        total = rest.new_zeros(count, dtype=precise_dtype(rest))
+        for _ in range(2):
+            shares = _inner(own, rest)
+            _subtract(rest, own, shares)
+            total += shares.flatten()
+            if locked:
+                _subtract(rest, locked, _inner(locked, rest))
+        # one copy to the host
+        numbers = _on_host(torch.cat([total, _inner([rest], rest).flatten().to(total), before.to(total)]))
+        if not torch.isfinite(numbers).all():
+            raise NonFiniteError(NOT_FINITE)
+        total, gram, lengths = torch.split(numbers, [count, few**2, few])
+        return total.reshape(-1, few) * lengths, lengths, rest, gram.reshape(few, few)
 
 
 def _orthonormal(rows: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 import curvmon
 from curvmon.errors import InputError
@@ -315,13 +316,163 @@ def test_residuals_include_the_error_of_differences(name: str, seed: int) -> Non
     truth = torch.linalg.eigvalsh(dense_hessian(model, BATCH, lambda m, b: F.cross_entropy(m(b[0]), b[1])))
     for _ in range(2):
         found, _ = measure_spectrum(Settings(), model, [BATCH], loss, findings=findings)
-        assert any(note.startswith("HVPs from differences of gradients") for note in found.notes)
         values = torch.tensor([*found.eigenvalues.tolist(), found.smallest])
         nearest = (values.unsqueeze(1) - truth).abs().min(1).values  # one may be missing
         bars = torch.tensor([*found.residuals.tolist(), found.smallest_residual])
-        assert (nearest <= bars + 1e-5).all()
+        assert (nearest <= bars + 1e-4 * truth.abs().max()).all()
         tolerances = ACCURACY.tolerances(values.double(), 5)
         assert torch.equal(found.converged, (bars <= tolerances)[:5])
+
+
+class OwnTarget(nn.Module):
+    """Its own output is the target, as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.weight = nn.Sequential(nn.Flatten(), nn.Linear(144, 4), nn.Tanh(), nn.Linear(4, 3)), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Any, how: str) -> Tensor:
+        out = self(batch[0])
+        if how == "detach":
+            target = self(batch[0]).detach()
+        else:
+            with torch.no_grad():
+                target = self(batch[0])
+        return F.cross_entropy(out, batch[1]) + self.weight * F.mse_loss(out, target)
+
+
+@pytest.mark.parametrize("how", ["detach", "no_grad"])
+def test_a_target_that_becomes_part_of_the_loss_later_is_noticed(how: str) -> None:
+    """It is a constant for second derivatives, and moves with the parameters for differences."""
+    torch.manual_seed(0)
+    model, findings = OwnTarget(), dict[tuple[str, ...], str]()
+
+    def own(model: Any, batch: Any) -> Tensor:
+        return model.loss(batch, how)
+
+    for model.weight in (0.0, 1.0):
+        found, _ = measure_spectrum(Settings(), model, [BATCH], own, findings=findings)
+        wanted = curvmon.spectrum(model, BATCH, loss=own)
+        assert abs(found.eigenvalues[0] - wanted.eigenvalues[0]) <= found.residuals[0] + wanted.residuals[0]
+    assert any("differ by" in note for note in found.notes)
+
+
+def test_gradients_in_the_loss_are_not_lost() -> None:
+    """GGN's J z keeps no graph for a backward pass, but the loss needs one."""
+
+    class Oscillator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k, self.w, self.a = (nn.Parameter(torch.tensor([v])) for v in (0.3, 2.0, 1.2))
+
+        def forward(self, t: Tensor) -> Tensor:
+            return self.a * torch.exp(-self.k * t) * torch.cos(self.w * t)
+
+    def physics(model: nn.Module, batch: Any) -> Tensor:
+        t = batch[0].clone().requires_grad_()
+        u = model(t)
+        (v,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+        return F.mse_loss(u, batch[1]) + F.mse_loss(v, batch[2])
+
+    t = torch.linspace(0, 3, 32).reshape(-1, 1)
+    batch = t, torch.cos(2.2 * t), -2.2 * torch.sin(2.2 * t)
+    found, _ = measure_spectrum(Settings(eigenvalues=2), Oscillator(), [batch], physics)
+    wanted = curvmon.spectrum(Oscillator(), batch, loss=physics, k=2)
+    assert found.ggn_eigenvalue == pytest.approx(wanted.ggn_eigenvalue, rel=0.02)
+
+
+def test_scripted_modules_keep_their_storage() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(144, 4), nn.Tanh(), nn.Linear(4, 3)))
+    before = [(p.data_ptr(), p.stride()) for p in model.parameters()]
+    found, _ = measure_spectrum(Settings(), model, [BATCH], loss)
+    assert before == [(p.data_ptr(), p.stride()) for p in model.parameters()]
+    assert any("scripted module" in note for note in found.notes) and found.eigenvalues.isfinite().all()
+
+
+class Spectrogram(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(144, 8), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.fft.rfft(self.first(x.flatten(1))).abs())
+
+
+class Positive(nn.Module):
+    """Does not run with shifted weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(144, 3)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (self.linear.weight < 0).any():
+            raise ValueError("a negative weight")
+        return self.linear(x.flatten(1))
+
+
+class Transposed(nn.Module):
+    """A parameter that is not contiguous, of which only the transposed one can be viewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((0.1 * torch.randn(144, 3)).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1) @ self.weight.t().view(-1).view(144, 3)
+
+
+class TokensInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 8), nn.Linear(96, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(x.squeeze(1)), inplace=True).flatten(1))
+
+
+@pytest.mark.parametrize("kind", [Spectrogram, Positive, Transposed, TokensInPlace])
+def test_whatever_works_with_second_derivatives_is_measured(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    found, _ = measure_spectrum(Settings(), model, [BATCH], loss)
+    wanted = curvmon.spectrum(model, BATCH, loss=loss)
+    assert abs(found.eigenvalues[0] - wanted.eigenvalues[0]) <= found.residuals[0] + wanted.residuals[0] + 1e-6
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+def test_a_function_that_is_differentiable_once() -> None:
+    class Model(nn.Module):
+        def __init__(self, custom: bool) -> None:
+            super().__init__()
+            self.custom, self.first, self.second = custom, nn.Linear(144, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x.flatten(1))
+            return self.second(Sine.apply(hidden) if self.custom else hidden.sin())
+
+    torch.manual_seed(0)
+    model, plain = Model(True), Model(False)
+    plain.load_state_dict(model.state_dict())
+    found, _ = measure_spectrum(Settings(), model, [BATCH], loss)
+    wanted = curvmon.spectrum(plain, BATCH, loss=loss)
+    assert abs(found.eigenvalues[0] - wanted.eigenvalues[0]) <= found.residuals[0] + wanted.residuals[0]
+    assert any("not compared with second derivatives" in note for note in found.notes)
 
 
 def test_the_step_is_chosen_from_few() -> None:

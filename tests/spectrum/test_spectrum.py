@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import curvmon
 from curvmon import closed_form
+from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.krylov_space import KrylovSpace
 from tests.helpers.spectrum_cases import CASES, LOSSES, Quadratic, dense_hessian, energy, in_double, make, mlp
 
@@ -328,3 +329,23 @@ def test_ggn_is_nan_with_hand_written_loss_term() -> None:
     assert math.isnan(result.ggn_eigenvalue)
     assert any("ggn_eigenvalue is NaN" in note for note in result.notes)
     assert "GGN" in str(result) and result.to_dict()["hvps"] == result.hvps
+
+
+def test_the_basis_stays_orthogonal_where_few_eigenvalues_are_not_zero() -> None:
+    """A softmax regression: H has rank 32 of 435. An error in one product must not grow in the next ones."""
+    torch.manual_seed(0)
+    model, batch = nn.Linear(144, 3), (torch.randn(16, 144), torch.arange(16) % 3)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with open_parameters(model, [batch], loss=loss) as operator:
+        space = KrylovSpace(operator.unchecked, operator.gradient.unsqueeze(0) + 0.1 * torch.randn(1, operator.size))
+        for _ in range(40):
+            space.expand()
+        rows = torch.cat(space.basis.rows()).reshape(len(space.basis), -1)
+    assert (rows @ rows.T - torch.eye(len(rows))).abs().max() < 1e-5
+    found = curvmon.spectrum(model, batch, loss=loss)
+    truth = torch.linalg.eigvalsh(dense_hessian(model, batch, lambda m, b: F.cross_entropy(m(b[0]), b[1])))
+    torch.testing.assert_close(found.eigenvalues, truth.flip(0)[:5], rtol=1e-4, atol=0)
+    assert not any("suspect" in note for note in found.notes)

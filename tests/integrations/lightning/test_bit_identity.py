@@ -136,7 +136,10 @@ def test_failed_measurement_keeps_training_bit_identical(at: int) -> None:
     monitor = monitor_of(case)
     found, complaints = both(case, monitor)
     assert found == []
-    assert len(complaints) == 1 and "not in eval mode" in complaints[0]
+    if at < 4:  # in the pairs
+        assert len(complaints) == 1 and "not in eval mode" in complaints[0]
+    else:  # in differences of gradients: second derivatives are taken instead
+        assert not complaints and any("not in eval mode" in note for note in monitor.spectra[0].notes)
 
 
 @pytest.mark.parametrize("kind", stateful.ITERATORS)
