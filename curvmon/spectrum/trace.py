@@ -49,7 +49,7 @@ class Effort(NamedTuple):
 
 FULL = Effort(None, 10, 10, by_samples=False)
 COARSE = Effort(1, 2, 4, by_samples=True)
-"""for curves in a dashboard: a standard error of a few percent"""
+"""for curves in a dashboard: a standard error of a few percent by samples, of four probes elsewhere"""
 MIN_SKETCHES = 4
 """draws where no column can be taken by itself"""
 CHECKS = 4
