@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from curvmon.isolation.collectives import collectives_refused
 from curvmon.monitor.fallbacks import RESPONSES, Failure, Part, classify, describe
-from curvmon.monitor.pairs_and_spectrum import Loss, OnProduct, measure_pairs, measure_spectrum, release_memory
+from curvmon.monitor.pairs_and_spectrum import (
+    MAX_PAIR_HVPS,
+    Loss,
+    OnProduct,
+    measure_pairs,
+    measure_spectrum,
+    release_memory,
+)
 from curvmon.monitor.probe_batch import Choice, ProbeBatch
 from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
 from curvmon.monitor.settings import Settings
@@ -116,6 +123,11 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
                     start=request.start,
                     findings=request.findings,
                     share=request.share,
+                    pair_hvps=0
+                    if "pairs" not in request.parts
+                    else MAX_PAIR_HVPS
+                    if measurement is None
+                    else measurement.hvps,
                     on_product=request.on_product,
                 )
         own = Outcome(measurement, spectrum)

@@ -22,6 +22,7 @@ from curvmon.monitor.fallbacks import is_out_of_memory
 from curvmon.monitor.settings import Settings
 from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
 from curvmon.operators.parameter_hessian import ParameterOperator
+from curvmon.pairs.estimator import FOR_NORMS
 from curvmon.pairs.measure import run_measurement
 from curvmon.records import Measurement, Spectrum
 from curvmon.spectrum.eigenvalue_search import Accuracy
@@ -37,9 +38,10 @@ ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.1)
 EXTRA_VECTORS, FEW_EXTRA_VECTORS = 10, 7
 """vectors of the search beyond the eigenvalues; the fewer where vectors have more than LARGE entries"""
 LARGE = 2**22
-MAX_SPECTRUM_HVPS = 55
-"""Eigenvalues that have not converged by then are reported with a note. The trace, Gauss-Newton's eigenvalue and the
-preconditioned one may take four each beyond that; with 80 for the pairs a measurement takes at most 150."""
+MAX_HVPS, MAX_SPECTRUM_HVPS, BEYOND = 150, 55, 12
+"""of a measurement, of its search for eigenvalues, and what the trace, Gauss-Newton's eigenvalue and the preconditioned
+one may take beyond the limit of the search; eigenvalues that have not converged by then are reported with a note"""
+MAX_PAIR_HVPS = FOR_NORMS.limit
 
 
 def measure_pairs(
@@ -84,10 +86,12 @@ def measure_spectrum(
     start: Tensor | None = None,
     findings: Findings | None = None,
     share: float = 1.0,
+    pair_hvps: int = MAX_PAIR_HVPS,
     on_product: OnProduct | None = None,
 ) -> tuple[Spectrum, Tensor]:
     """Extremal eigenvalues and trace over all batches; also the start vector of the next search, on the CPU.
 
+    `pair_hvps`: what the pairs took, or may take in another process; both together take at most MAX_HVPS.
     `findings`: what earlier measurements found out about the network; is added to. A start vector that does not fit
     (layers were frozen or unfrozen) or has no direction is ignored.
     """
@@ -101,6 +105,7 @@ def measure_spectrum(
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     given_up, failed_once = ("no differences", *names), ("differences failed once", *names)
     spent = 0
+    limit = min(round(share * MAX_SPECTRUM_HVPS), MAX_HVPS - BEYOND - pair_hvps)
 
     def counted(hvps: int) -> None:
         nonlocal spent
@@ -137,7 +142,7 @@ def measure_spectrum(
             optimizer=optimizer,
             groups=None,
             accuracy=ACCURACY,
-            max_hvps=max(settings.eigenvalues + 5, round(share * MAX_SPECTRUM_HVPS) - spent),
+            max_hvps=max(settings.eigenvalues + 5, limit - spent),
             verify=False,
             smallest=True,
             effort=COARSE,

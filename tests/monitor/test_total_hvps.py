@@ -139,7 +139,9 @@ def measured(case: Case, optimizer: Callable[..., torch.optim.Optimizer], monkey
     stepped.step()
     passes, reported = Passes(monkeypatch), list[int]()
     pairs = measure_pairs(Settings(), model, [batch], loss, on_product=reported.append)
-    spectrum, _ = measure_spectrum(Settings(), model, [batch], loss, optimizer=stepped, on_product=reported.append)
+    spectrum, _ = measure_spectrum(
+        Settings(), model, [batch], loss, optimizer=stepped, pair_hvps=pairs.hvps, on_product=reported.append
+    )
     return Totals(pairs.hvps, spectrum.hvps, sum(reported), passes.count)
 
 
