@@ -87,6 +87,12 @@ def precise_norm(x: Tensor) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
 
 
+def normalized(x: Tensor) -> Tensor:
+    """x / ‖x‖, zeros for zeros; nothing is read by the host."""
+    size = precise_norm(x)
+    return x / torch.where(size > 0, size, 1.0).to(x)
+
+
 def norm_squared(x: Tensor) -> float:
     return norm(x) ** 2
 

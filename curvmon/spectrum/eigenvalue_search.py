@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvmon.numerics import gaussian, norms, rademacher, small_sample_factor
+from curvmon.numerics import gaussian, normalized, rademacher, small_sample_factor
 from curvmon.operators.protocol import SymmetricOperator
 from curvmon.records import Density
 from curvmon.spectrum.krylov_space import KrylovSpace, Products, RitzPairs
@@ -252,8 +252,7 @@ class EigenvalueSearch:
     def perturbed(self, start: Tensor) -> Tensor:
         """The start with a random component, as a row: it may be orthogonal to a new leading eigenvector."""
         random = self._random()
-        sizes = norms([start, random])
-        mixed: Tensor = start / sizes[0] + 0.1 * random / sizes[1]
+        mixed: Tensor = normalized(start) + 0.1 * normalized(random)
         return mixed
 
     def around(self, start: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from curvmon.errors import InputError
-from curvmon.numerics import norm, norms
+from curvmon.numerics import norm, normalized
 from curvmon.operators.parameter_hessian import ParameterOperator
 from curvmon.records import Spectrum
 from curvmon.spectrum.eigenvalue_search import EigenvalueSearch
@@ -53,5 +53,4 @@ def starting_vectors(
 
 def _with_gradient(start: Tensor, operator: ParameterOperator) -> Tensor:
     """Between an earlier result and the gradient, which lies mostly along what has become sharp since."""
-    sizes = norms([start, operator.gradient])
-    return start / sizes[0] + operator.gradient / (sizes[1] or 1.0)
+    return normalized(start) + normalized(operator.gradient)
