@@ -114,6 +114,8 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
                 )
             spectrum, part = None, "spectrum"
             if "spectrum" in request.parts and ranks.measures_spectrum:
+                elsewhere = MAX_PAIR_HVPS if "pairs" in request.parts else 0
+                pair_hvps = elsewhere if measurement is None else measurement.hvps
                 spectrum, start = measure_spectrum(
                     request.settings,
                     target.model,
@@ -123,11 +125,7 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
                     start=request.start,
                     findings=request.findings,
                     share=request.share,
-                    pair_hvps=0
-                    if "pairs" not in request.parts
-                    else MAX_PAIR_HVPS
-                    if measurement is None
-                    else measurement.hvps,
+                    pair_hvps=pair_hvps,
                     on_product=request.on_product,
                 )
         own = Outcome(measurement, spectrum)

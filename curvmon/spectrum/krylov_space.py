@@ -125,11 +125,6 @@ class KrylovSpace:
         return len(self.front) == 0
 
     @property
-    def scale(self) -> float:
-        """Largest ‖Hq‖ so far."""
-        return self._scale
-
-    @property
     def asymmetry(self) -> float:
         """Largest |<p, Hq> - <q, Hp>| so far, relative to ‖H‖: rounding, or wrong products."""
         return self._asymmetry / self._scale if self._scale else 0.0

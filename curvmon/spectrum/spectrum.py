@@ -175,13 +175,13 @@ def run_spectrum(
         search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest, operator.width, extra_vectors)
         estimate: TraceAndStart | None = None
         # with few parameters, the probes of `deflated_trace` may span all directions
-        suspect = isinstance(operator, DifferenceOperator) and operator.custom_functions
+        differences = operator if isinstance(operator, DifferenceOperator) else None
+        suspect = differences is not None and operator.custom_functions
         if trace and operator.has_ggn and not suspect and operator.size > search.capacity + TRACE_PROBES:
             own = torch.Generator("cpu").manual_seed(seed + 1)  # the search draws the same numbers without a trace
             estimate = _layerwise(operator, own, k if start is None else 0, effort, layerwise, notes)
             return_freed_memory(operator.device)
         vector = None if estimate is None else estimate.start
-        differences = operator if isinstance(operator, DifferenceOperator) else None
         if differences is not None:
             differences.verdict = layerwise.get(("differences", *operator.names))
         space = search.krylov_space(starting_vectors(operator, gradient_norm, search, start, vector))

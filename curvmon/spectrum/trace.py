@@ -137,13 +137,14 @@ def trace_of_parts(
     products = 0
     sketches: GradientSketches | None = None
     for number, (weight, layered) in enumerate(graphs):
-        if effort.by_samples and remainder_trace(layered, generator, 1).stderr:
+        remainder = remainder_trace(layered, generator, 1) if effort.by_samples else None
+        if remainder is not None and remainder.stderr:
             return None
         ggn = gauss_newton_trace(layered, generator, weight, seed, effort, checked)
         if ggn is None:
             return None
-        zero = TraceEstimate(0.0, 0.0, products=1)
-        remainder = zero if effort.by_samples else remainder_trace(layered, generator, effort.probes)
+        if remainder is None:
+            remainder = remainder_trace(layered, generator, effort.probes)
         total += weight * (ggn.value + remainder.value)
         variance += weight**2 * (ggn.stderr**2 + remainder.stderr**2)
         # a product passes through all losses, and counts once
