@@ -53,6 +53,18 @@ def relu_mlp() -> nn.Sequential:
     )
 
 
+class RowAttention(nn.Module):
+    """Attention and a layer norm over the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(3), nn.Linear(3, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Diamond(nn.Module):
     """Two branches that meet in a sum or in a concatenation, then an activation and a linear head."""
 

@@ -20,7 +20,7 @@ from curvmon.operators import gradient_differences
 from curvmon.operators.gradient_differences import SAME, TOLERATED, DifferenceOperator, DifferencesError
 from curvmon.operators.parameter_hessian import open_parameters
 from tests.helpers.kernel_counts import KernelCounts
-from tests.helpers.networks import ResidualMLP
+from tests.helpers.networks import ResidualMLP, RowAttention
 from tests.helpers.spectrum_cases import dense_hessian
 
 
@@ -30,18 +30,8 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*stem, nn.Conv2d(8, 8, 3), nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(8 * 9, 3))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(3), nn.Linear(3, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 def attention() -> nn.Module:
-    return nn.Sequential(nn.Flatten(1, 2), nn.Linear(12, 3), Block(), nn.Flatten(), nn.Linear(36, 3))
+    return nn.Sequential(nn.Flatten(1, 2), nn.Linear(12, 3), RowAttention(), nn.Flatten(), nn.Linear(36, 3))
 
 
 class Recurrent(nn.Module):

@@ -15,24 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.operators.parameter_hessian import open_parameters
 from tests.helpers.kernel_counts import KernelCounts
-
-
-class Block(nn.Module):
-    """Attention and a layer norm over the rows of an image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(3), nn.Linear(3, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+from tests.helpers.networks import RowAttention
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
     stem = nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.ReLU(inplace=True), nn.Conv2d(2, 2, 1), nn.GELU()
-    model = nn.Sequential(*stem, Block(), nn.Flatten(), nn.Linear(18, 3)).double()
+    model = nn.Sequential(*stem, RowAttention(), nn.Flatten(), nn.Linear(18, 3)).double()
     model[1].running_mean.normal_()
     model[1].running_var.uniform_(0.5, 2)
     return model.eval()
