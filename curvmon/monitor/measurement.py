@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from curvmon.monitor.probe_batch import Choice, ProbeBatch
 from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
 from curvmon.monitor.settings import Settings
 from curvmon.records import Measurement, Spectrum
-from curvmon.spectrum.spectrum import Findings
+from curvmon.spectrum.findings import Findings
 
 MAX_START_ENTRIES = 2**24
 """largest start that goes to other ranks and into checkpoints: 64 MiB"""
@@ -201,7 +201,7 @@ class MeasurementRunner:
         self.parts = frozenset(part for part, on in wanted.items() if on)
         self._attempt = attempt
         self._start: Tensor | None = None
-        self._findings: Findings = {}
+        self._findings = Findings()
         self._full_hvps: int | None = None
 
     def run(
@@ -298,10 +298,13 @@ class MeasurementRunner:
             "probe": self.probe.state_dict(),
             "start": storable(self._start),
             "full_hvps": self._full_hvps,
+            "findings": asdict(self._findings),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """All of the state, or, if it raises, none of it."""
         probe = copy.copy(self.probe)
         probe.load_state_dict(state["probe"])
+        findings = Findings(**state["findings"])
         self._start, self._full_hvps, self.probe = state["start"], state["full_hvps"], probe
+        self._findings = findings

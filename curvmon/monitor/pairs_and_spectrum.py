@@ -26,7 +26,8 @@ from curvmon.pairs.estimator import FOR_NORMS
 from curvmon.pairs.measure import run_measurement
 from curvmon.records import Measurement, Spectrum
 from curvmon.spectrum.eigenvalue_search import Accuracy
-from curvmon.spectrum.spectrum import Findings, run_spectrum
+from curvmon.spectrum.findings import Findings
+from curvmon.spectrum.spectrum import run_spectrum
 from curvmon.spectrum.trace import COARSE
 
 Loss = Callable[[Any, Any], Tensor]
@@ -101,9 +102,8 @@ def measure_spectrum(
     if start is not None and not 0 < torch.linalg.vector_norm(start).item() < float("inf"):
         start = None
 
-    findings = {} if findings is None else findings
-    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    given_up, failed_once = ("no differences", *names), ("differences failed once", *names)
+    findings = Findings() if findings is None else findings
+    findings.belong_to(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     spent = 0
     limit = min(round(share * MAX_SPECTRUM_HVPS), MAX_HVPS - BEYOND - pair_hvps)
 
@@ -114,17 +114,20 @@ def measure_spectrum(
             on_product(hvps)
 
     def search(parts: Sequence[Any]) -> Spectrum:
-        reason = findings.get(given_up)
-        if reason is None:
+        if findings.no_differences is None:
             try:
                 return search_with(DifferenceOperator, parts)
             except DifferencesError as error:
                 reason = str(error)
-                findings[given_up if error.lasts or failed_once in findings else failed_once] = reason
+                if error.lasts or findings.differences_failed:
+                    findings.no_differences = reason
+                findings.differences_failed = True
             except Exception as error:  # second derivatives may work, or raise an error that says more
                 if is_out_of_memory(error) or isinstance(error, DivergedError):
                     raise
-                reason = findings[given_up] = f"{type(error).__name__}: {error}"
+                reason = findings.no_differences = f"{type(error).__name__}: {error}"
+        else:
+            reason = findings.no_differences
         result = search_with(ParameterOperator, parts)
         return replace(result, notes=(*result.notes, f"HVPs from second derivatives: {reason}"))
 
@@ -146,7 +149,7 @@ def measure_spectrum(
             verify=False,
             smallest=True,
             effort=COARSE,
-            layerwise=findings,
+            findings=findings,
             kind=kind,
             extra_vectors=FEW_EXTRA_VECTORS if size > LARGE else EXTRA_VECTORS,
             on_product=counted,

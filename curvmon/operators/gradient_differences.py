@@ -62,6 +62,7 @@ class DifferenceOperator(ParameterOperator):
 
     Attributes:
         step: ε; None before the first product.
+        usual_step: ε of earlier measurements, tried first.
         relative_error: of the first product; NaN before.
         verdict: what a comparison of the first product with one from second derivatives showed, in this measurement or
             in an earlier one; None: compare. "" if they agree. Always compared where the loss takes something that
@@ -74,6 +75,7 @@ class DifferenceOperator(ParameterOperator):
         self._pieces: defaultdict[int, FixedPieces] = defaultdict(FixedPieces)
         self._efficient = False
         self.step: float | None = None
+        self.usual_step: float | None = None
         self.relative_error = math.nan
         self.verdict: str | None = None
         shared = {parameter.data_ptr() for parameter in originals} - {0}
@@ -116,7 +118,8 @@ class DifferenceOperator(ParameterOperator):
             return BatchGraph(build(), self._parameters, differentiable=False)
         with fused_attention(), self._pieces[index]():
             graph = build(efficient=False, finite=index not in self._losses_before)
-            return BatchGraph(graph, self._parameters, differentiable=False)
+        # not recorded: it reads the loss
+        return BatchGraph(graph, self._parameters, differentiable=False)
 
     def _images(self, z: Tensor, columns: Sequence[int], image: GraphImage) -> Tensor:
         raise NotImplementedError("blocks of the Hessian need second derivatives")
@@ -142,7 +145,7 @@ class DifferenceOperator(ParameterOperator):
         """H u by a central difference; chooses the step."""
         tried: dict[float, float] = {}
         images: dict[float, Tensor] = {}
-        step: float | None = self.first_step
+        step: float | None = self.usual_step or self.first_step
         while step is not None:
             after, before = (self._gradient_at(unit, unit.new_tensor(shift)) for shift in (step, -step))
             images = {step: (after - before).div_(2 * step)} | images
@@ -150,7 +153,7 @@ class DifferenceOperator(ParameterOperator):
             tried[step] = curvature / (2 * step * straight) if straight else math.inf
             self.step = min(tried, key=lambda each: tried[each])
             images = {self.step: images[self.step]}
-            step = _next_step(tried)
+            step = _next_step(tried, self.first_step)
         assert self.step is not None
         self.relative_error = tried[self.step]
         self._spend(2 * len(tried) - 1)
@@ -276,13 +279,13 @@ def _in_one_tensor(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return whole, whole.clone()
 
 
-def _next_step(tried: Mapping[float, float]) -> float | None:
-    """None if the best is good enough, or no other promises to be better."""
+def _next_step(tried: Mapping[float, float], first: float) -> float | None:
+    """From the errors of one or two steps. None if the best is good enough, or no other promises to be better."""
     best = min(tried, key=lambda step: tried[step])
     if tried[best] <= GOOD or len(tried) >= MOST_STEPS:
         return None
     if len(tried) == 1:
-        return best / FACTOR
+        return best / FACTOR if 0.5 < best / first < 2 else first
     # the error is a ε + b / ε
     (small, error), (large, other) = sorted(tried.items())
     if not math.isfinite(error + other):

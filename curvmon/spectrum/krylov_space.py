@@ -24,14 +24,16 @@ import torch
 from torch import Tensor
 
 from curvmon.errors import NonFiniteError
-from curvmon.numerics import NOT_FINITE, precise_dtype
+from curvmon.numerics import NOT_FINITE, SAFE, precise_dtype, row_norms_squared
 
 Products = Callable[[Tensor], Tensor]
 """images of the columns of a matrix"""
 ROWS = 4
 """most vectors that are allocated at a time"""
-BLOCK = 2**23
+BLOCK = 2**26
 """entries of the vectors that are allocated at a time, unless a single one has more"""
+MOST_ROUNDS = 3
+"""of projecting a product on all of the basis; one does, unless it takes more than it leaves"""
 CHUNK = 2**16
 """Entries of the vectors that are combined at a time on a CPU: they stay in its cache. Inner products of chunks are
 summed in double precision; over millions of entries single precision loses three digits."""
@@ -76,6 +78,9 @@ class Vectors:
         """The matrices without their unused rows."""
         return [block[: self.count - i * self._rows] for i, block in enumerate(self._blocks)]
 
+    def block_of(self, index: int) -> int:
+        return index // self._rows
+
     def rows(self) -> list[Tensor]:
         return [row for block in self.filled() for row in block]
 
@@ -114,7 +119,9 @@ class KrylovSpace:
         self.projected = torch.zeros((0, 0), dtype=torch.float64, device="cpu")
         self._scale = self._asymmetry = 0.0
         self.products = 0
-        rest = self.orthogonalised(_normalized(starts, _lengths(starts)))
+        starts = starts.clone()
+        _normalize(starts, _lengths(starts))
+        rest = self.orthogonalised(starts)
         self.front = _orthonormal(rest, _on_host(_inner([rest], rest)))[0][: self._dimension]
         self._coupling = torch.zeros((len(self.front), 0), dtype=torch.float64, device="cpu")
         """C"""
@@ -153,7 +160,7 @@ class KrylovSpace:
             self._coupling = rotation @ self._coupling
         fresh, kept = self.front[:few], self.front[few:]
         expected, coupling = self._coupling[:few], self._coupling[few:]
-        inner, lengths, rest, gram = self._projected_out(self._products(fresh.T).T)
+        inner, lengths, rest, gram = self._projected_out(self._images(fresh), expected)
         self.products += few
         old = len(self.basis)
         above, own, aside = torch.split(inner, [old, few, len(kept)])
@@ -167,7 +174,7 @@ class KrylovSpace:
             self.front, self._coupling = fresh[:0], self.projected[:0]
             return
         added, shares = _orthonormal(rest, gram)
-        self.front = torch.cat([kept, added])
+        self.front = torch.cat([kept, added]) if len(kept) else added
         self._coupling = torch.cat(
             [
                 torch.cat([coupling, aside], dim=1),
@@ -176,45 +183,58 @@ class KrylovSpace:
         )
 
     def orthogonalised(self, rows: Tensor, rounds: int = 2) -> Tensor:
-        """Rows without their projections on the locked vectors and the basis.
+        """Rows without their projections on the locked vectors and the basis; they are overwritten.
 
         One round is enough for random rows: in others, cancellation leaves components behind.
         """
-        rows = rows.clone()
         for _ in range(rounds):
             for vectors in (self._locked, self.basis):
                 if len(vectors):
-                    _subtract(rows, vectors.filled(), _inner(vectors.filled(), rows))
+                    _take(rows, vectors.filled())
         return rows
 
-    def _projected_out(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inner products with basis and front, lengths, what remains of the images of unit length, its Gram matrix."""
-        before = _lengths(images)
-        rest = _normalized(images, before)
-        del images  # its memory
+    def _images(self, rows: Tensor) -> Tensor:
+        """In memory of their own: they are overwritten."""
+        images = self._products(rows.T).T
+        shared = images.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
+        return images.clone() if shared else images
+
+    def _projected_out(self, rest: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inner products with basis and front, lengths, what remains of the images of unit length, its Gram matrix.
+
+        Overwrites the images. `expected`: their inner products with the basis, as H is symmetric.
+        """
+        before = _lengths(rest)
+        _normalize(rest, before)
         few, old = len(rest), len(self.basis)
-        count = (old + len(self.front)) * few
         own, locked = [*self.basis.filled(), self.front], self._locked.filled()
-        # twice: what cancels in a first round grows from product to product (Giraud et al. 2005)
-        total = rest.new_zeros(count, dtype=precise_dtype(rest))
-        for _ in range(2):
-            shares = _inner(own, rest)
-            _subtract(rest, own, shares)
-            total += shares.flatten()
+        # first what Lanczos' recurrence has, then all: what cancels only once grows from product to product
+        # (Giraud et al. 2005)
+        recent = self.basis.block_of(int(expected.any(0).int().argmax())) if expected.any() else len(own) - 1
+        near = _take(rest, own[recent:])
+        total = torch.cat([near.new_zeros((old + len(self.front) - len(near), few)), near])
+        for _ in range(MOST_ROUNDS):
+            late = _take(rest, own)
+            total = total + late
             if locked:
-                _subtract(rest, locked, _inner(locked, rest))
-        # one copy to the host
-        numbers = _on_host(torch.cat([total, _inner([rest], rest).flatten().to(total), before.to(total)]))
-        if not torch.isfinite(numbers).all():
-            raise NonFiniteError(NOT_FINITE)
-        total, gram, lengths = torch.split(numbers, [count, few**2, few])
-        return total.reshape(-1, few) * lengths, lengths, rest, gram.reshape(few, few)
+                _take(rest, locked)
+            # one copy to the host
+            parts = [total, late.square().sum(0), _inner([rest], rest).to(total), before.to(total)]
+            numbers = _on_host(torch.cat([part.flatten() for part in parts]))
+            if not torch.isfinite(numbers).all():
+                raise NonFiniteError(NOT_FINITE)
+            inner, taken, gram, lengths = torch.split(numbers, [total.numel(), few, few**2, few])
+            gram = gram.reshape(few, few)
+            if (taken <= gram.diagonal()).all():
+                break
+        return inner.reshape(-1, few) * lengths, lengths, rest, gram
 
 
 def _orthonormal(rows: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Orthonormal rows B with the same span, and X such that rows = X B; `gram` is rows rows^T, on the host.
 
-    Rows of rounding size (for rows that were of unit length once) and what depends on other rows are dropped.
+    A single row is overwritten. Rows of rounding size (for rows that were of unit length once) and what depends on
+    other rows are dropped.
     """
     shares = torch.eye(len(rows), dtype=torch.float64, device="cpu")
     eps = torch.finfo(rows.dtype).eps
@@ -226,7 +246,8 @@ def _orthonormal(rows: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
         kept = values > 10 * eps * len(values)
         values, vectors = values[kept], vectors[:, kept]
         shares = shares @ (sizes.unsqueeze(1) * vectors * values.sqrt())
-        rows = (vectors / values.sqrt()).T.mul(scale).to(rows) @ rows
+        factors = (vectors / values.sqrt()).T.mul(scale).to(rows)
+        rows = rows.mul_(factors) if factors.shape == (1, 1) else factors @ rows
         if len(rows) <= 1 or values[0] > 0.1:
             break
         gram = _on_host(_inner([rows], rows))
@@ -246,25 +267,31 @@ def _inner(matrices: Sequence[Tensor], rows: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=precise_dtype(rows))
 
 
-def _subtract(rows: Tensor, matrices: Sequence[Tensor], coefficients: Tensor) -> None:
-    """rows -= C^T M in place, for the rows of all matrices M, without a tensor in their size."""
-    weights = torch.split(coefficients.T.to(rows), [len(matrix) for matrix in matrices], dim=1)
+def _take(rows: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Subtract the projections on the rows of all matrices, in place; returns the inner products."""
+    inner = _inner(matrices, rows)
+    weights = torch.split(inner.T.to(rows), [len(matrix) for matrix in matrices], dim=1)
     for chunk in _chunks(rows):
         part = rows[:, chunk]
         for weight, matrix in zip(weights, matrices):
             part.addmm_(weight, matrix[:, chunk], alpha=-1)
+    return inner
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    """If the loss is scaled by 1e-20, squares would underflow in single precision."""
+    """In double precision; on a CPU only where single precision may not do."""
+    if rows.device.type == "cpu":
+        lengths = row_norms_squared(rows).sqrt()
+        if bool(((lengths > SAFE) & (lengths < 1 / SAFE)).all()):
+            return lengths
     dtype = precise_dtype(rows)
     parts: list[Tensor] = [torch.linalg.vector_norm(rows[:, chunk], dim=1, dtype=dtype) for chunk in _chunks(rows)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
 
 
-def _normalized(rows: Tensor, lengths: Tensor) -> Tensor:
-    """A new tensor, whose rows have unit length."""
-    return rows / lengths.to(rows).clamp_min(torch.finfo(rows.dtype).tiny).unsqueeze(1)
+def _normalize(rows: Tensor, lengths: Tensor) -> None:
+    """In place: rows of unit length."""
+    rows.div_(lengths.to(rows).clamp_min(torch.finfo(rows.dtype).tiny).unsqueeze(1))
 
 
 def _on_host(x: Tensor) -> Tensor:

@@ -20,14 +20,11 @@ from curvmon.operators.parameter_hessian import ParameterOperator, open_paramete
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
 from curvmon.spectrum.eigenvalue_search import EXTRA_VECTORS, TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
+from curvmon.spectrum.findings import Findings
 from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
 from curvmon.spectrum.search_start import starting_vectors
 from curvmon.spectrum.stability_limit import stability_limit
 from curvmon.spectrum.trace import FULL, Effort, LayerwiseError, TraceAndStart, layerwise_trace
-
-Findings = dict[tuple[str, ...], str]
-"""by the names of the parameters: whether the trace by layers works, or a note that says why not"""
-WORKS = "works"
 
 
 def spectrum(
@@ -131,7 +128,7 @@ def spectrum(
         verify=verify,
         smallest=smallest,
         effort=FULL,
-        layerwise={},
+        findings=Findings(),
         batched=batched,
         on_product=on_product,
     )
@@ -155,13 +152,13 @@ def run_spectrum(
     verify: bool,
     smallest: bool,
     effort: Effort,
-    layerwise: Findings,
+    findings: Findings,
     batched: Batched = "auto",
     kind: type[ParameterOperator] = ParameterOperator,
     extra_vectors: int = EXTRA_VECTORS,
     on_product: Callable[[int], None] | None,
 ) -> Spectrum:
-    """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be, and keeps `layerwise`.
+    """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be, and keeps `findings`.
 
     `kind`: how HVPs are computed. `extra_vectors`: most vectors in the size of the parameters, beyond k.
     """
@@ -169,6 +166,7 @@ def run_spectrum(
     notes: list[str] = []
     with open_parameters(model, batches, loss=loss, on_product=on_product, batched=batched, kind=kind) as operator:
         notes.extend(operator.notes)
+        findings.belong_to(operator.names)
         members = {} if groups is None else resolve_groups(operator.names, groups)
         gradient_norm = norm(operator.gradient)
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -179,11 +177,11 @@ def run_spectrum(
         suspect = differences is not None and operator.custom_functions
         if trace and operator.has_ggn and not suspect and operator.size > search.capacity + TRACE_PROBES:
             own = torch.Generator("cpu").manual_seed(seed + 1)  # the search draws the same numbers without a trace
-            estimate = _layerwise(operator, own, k if start is None else 0, effort, layerwise, notes)
+            estimate = _layerwise(operator, own, k if start is None else 0, effort, findings, notes)
             return_freed_memory(operator.device)
         vector = None if estimate is None else estimate.start
         if differences is not None:
-            differences.verdict = layerwise.get(("differences", *operator.names))
+            differences.verdict, differences.usual_step = findings.verdict, findings.step
         space = search.krylov_space(starting_vectors(operator, gradient_norm, search, start, vector))
         del vector
         estimate = None if estimate is None else estimate._replace(start=None)
@@ -193,8 +191,8 @@ def run_spectrum(
         elif trace:
             total, total_stderr = search.deflated_trace(space, effort.probes)
         notes += operator.notes_on_symmetry(space.asymmetry)
-        if differences is not None and differences.verdict is not None:
-            layerwise[("differences", *operator.names)] = differences.verdict
+        if differences is not None:
+            findings.verdict, findings.step = differences.verdict, differences.step
         pairs = search.extract(space)
         del space  # its memory
         pairs, verified = search.verified(pairs, verify)
@@ -307,15 +305,13 @@ def _layerwise(
     notes: list[str],
 ) -> TraceAndStart | None:
     """The trace by layers where that works; `findings` keeps whether it does."""
-    key = operator.names
-    reason = findings.get(key)
     estimate: TraceAndStart | None = None
-    if reason is None or reason == WORKS:
+    if findings.layerwise is not False:
         try:
-            estimate = layerwise_trace(operator, generator, k, effort, checked=reason == WORKS)
-            reason = "" if estimate is None else WORKS
+            estimate = layerwise_trace(operator, generator, k, effort, checked=findings.layerwise is True)
+            findings.layerwise = estimate is not None
         except LayerwiseError as error:
-            reason = f"trace by probes of the whole Hessian, so with a larger error: {error}"
-    findings[key] = reason
-    notes.extend([reason] if reason not in ("", WORKS) else [])
+            findings.layerwise = False
+            findings.no_layers = f"trace by probes of the whole Hessian, so with a larger error: {error}"
+    notes.extend([findings.no_layers] if findings.no_layers else [])
     return estimate

@@ -19,6 +19,7 @@ from curvmon.monitor.settings import Settings
 from curvmon.operators import gradient_differences
 from curvmon.operators.gradient_differences import SAME, TOLERATED, DifferenceOperator, DifferencesError
 from curvmon.operators.parameter_hessian import open_parameters
+from curvmon.spectrum.findings import Findings
 from tests.helpers.kernel_counts import KernelCounts
 from tests.helpers.networks import ResidualMLP, RowAttention
 from tests.helpers.spectrum_cases import dense_hessian
@@ -288,12 +289,12 @@ def test_a_sparse_gradient_is_an_error_that_says_what_to_do() -> None:
 def test_the_monitor_falls_back_to_second_derivatives() -> None:
     """At once where differences can never work; after the second failure elsewhere."""
     torch.manual_seed(0)
-    model, findings = Cached(), dict[tuple[str, ...], str]()
+    model, findings = Cached(), Findings()
     for _ in range(2):
         found, _ = measure_spectrum(Settings(), model, [BATCH], loss, findings=findings)
         assert any(note.startswith("HVPs from second derivatives: ") for note in found.notes)
         assert found.eigenvalues.isfinite().all()
-    assert [key[0] for key in findings if "differences" in key[0]] == ["no differences"]
+    assert findings.no_differences is not None
     wanted = curvmon.spectrum(model, BATCH, loss=loss)
     assert ((found.eigenvalues - wanted.eigenvalues).abs() <= found.residuals + wanted.residuals + 1e-6).all()
 
@@ -302,7 +303,7 @@ def test_the_monitor_falls_back_to_second_derivatives() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_residuals_include_the_error_of_differences(name: str, seed: int) -> None:
     torch.manual_seed(seed)
-    model, findings = MODELS[name]().eval(), dict[tuple[str, ...], str]()
+    model, findings = MODELS[name]().eval(), Findings()
     truth = torch.linalg.eigvalsh(dense_hessian(model, BATCH, lambda m, b: F.cross_entropy(m(b[0]), b[1])))
     for _ in range(2):
         found, _ = measure_spectrum(Settings(), model, [BATCH], loss, findings=findings)
@@ -338,7 +339,7 @@ class OwnTarget(nn.Module):
 def test_a_target_that_becomes_part_of_the_loss_later_is_noticed(how: str) -> None:
     """It is a constant for second derivatives, and moves with the parameters for differences."""
     torch.manual_seed(0)
-    model, findings = OwnTarget(), dict[tuple[str, ...], str]()
+    model, findings = OwnTarget(), Findings()
 
     def own(model: Any, batch: Any) -> Tensor:
         return model.loss(batch, how)
@@ -348,6 +349,25 @@ def test_a_target_that_becomes_part_of_the_loss_later_is_noticed(how: str) -> No
         wanted = curvmon.spectrum(model, BATCH, loss=own)
         assert abs(found.eigenvalues[0] - wanted.eigenvalues[0]) <= found.residuals[0] + wanted.residuals[0]
     assert any("differ by" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_second_derivatives_are_compared_with_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every measurement: a comparison takes three to four passes."""
+    compared = 0
+    compare = DifferenceOperator._compared_with_second_derivatives
+
+    def counted(self: DifferenceOperator, unit: Tensor, image: Tensor) -> str:
+        nonlocal compared
+        compared += 1
+        return compare(self, unit, image)
+
+    monkeypatch.setattr(DifferenceOperator, "_compared_with_second_derivatives", counted)
+    torch.manual_seed(0)
+    model, findings = MODELS[name](), Findings()
+    for _ in range(3):
+        measure_spectrum(Settings(), model, [BATCH], loss, findings=findings)
+    assert compared == 1
 
 
 def test_gradients_in_the_loss_are_not_lost() -> None:
@@ -472,7 +492,9 @@ def test_the_step_is_chosen_from_few() -> None:
     step: float | None = 3e-3
     while step is not None:
         tried[step] = a * step + b / step
-        step = gradient_differences._next_step(tried)
+        step = gradient_differences._next_step(tried, 3e-3)
     assert len(tried) == 3
     assert min(tried.values()) == pytest.approx(2 * (a * b) ** 0.5)
-    assert gradient_differences._next_step({1e-3: 1e-3}) is None
+    assert gradient_differences._next_step({1e-3: 1e-3}, 3e-3) is None
+    # that of the last measurement is not good any more: the usual first one is next
+    assert gradient_differences._next_step({1e-4: 1e-2}, 3e-3) == 3e-3

@@ -31,7 +31,7 @@ from curvmon.reporting.reporter import Report
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-VERSION = 2
+VERSION = 3
 """version of the state in checkpoints"""
 
 
