@@ -98,9 +98,7 @@ def table(network: str, data: Path | None, starts: Sequence[int]) -> Iterator[st
         last = attempt.answers[-1]
         if not attempt.serves:
             values = ", ".join(f"{value:.3g}" for value in last.values)
-            reason = (
-                f"interrupted after {last.products}" if attempt.interrupted else f"not with {last.products}: {values}"
-            )
+            reason = attempt.failure if attempt.interrupted else f"not with {last.products}: {values}"
             yield f"| {method} | {attempt.tolerance:g} | {reason} | | | |"
             continue
         hvps = statistics.median(max(answer.products, answer.counted) for answer in attempt.answers)

@@ -44,7 +44,7 @@ def cells(attempt: Attempt) -> str:
         medians = ", ".join(f"{statistics.median(column):g}" for column in columns if any(column))
         return f"{each} ({attempt.tolerance:g}) | {medians} | {100 * attempt.error:.2g} %"
     if attempt.interrupted:
-        return f"interrupted after {last.products} ({attempt.tolerance:g}) | | "
+        return f"{attempt.failure} ({attempt.tolerance:g}) | | "
     values = ", ".join(f"{value:.3g}" for value in last.values)
     return f"never ({last.products} at {attempt.tolerance:g}: {values}) | | {100 * attempt.error:.2g} %"
 

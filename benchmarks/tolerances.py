@@ -45,6 +45,12 @@ class Attempt(NamedTuple):
     def interrupted(self) -> bool:
         return math.isinf(self.error)
 
+    @property
+    def failure(self) -> str:
+        """Why there is no result, if it was interrupted."""
+        products = self.answers[-1].products
+        return f"interrupted after {products}" if products else "does not run on this network"
+
 
 def loosest_of(
     ladder: Sequence[float], attempt: Callable[[float], Attempt], begin: float | None = None, scan: bool = False
