@@ -16,6 +16,7 @@ from curvmon.errors import (
 )
 from curvmon.pairs.exact import exact
 from curvmon.pairs.measure import measure
+from curvmon.pulse import Pulse, pulse
 from curvmon.records import Alert, Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
 from curvmon.spectrum.spectrum import spectrum
 from curvmon.spectrum.stability_limit import StabilityLimit, stability_limit
@@ -41,6 +42,7 @@ __all__ = [
     "NodeError",
     "NonFiniteError",
     "Pair",
+    "Pulse",
     "Sensitivity",
     "Spectrum",
     "StabilityLimit",
@@ -49,6 +51,7 @@ __all__ = [
     "exact",
     "measure",
     "operators",
+    "pulse",
     "spectrum",
     "stability_limit",
 ]

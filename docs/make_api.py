@@ -32,7 +32,7 @@ MAP = Path(__file__).with_name("architecture.md")
 README = Path(__file__).parents[1] / "README.md"
 PACKAGE = Path(curvmon.__file__).parent
 SECTIONS: dict[str, list[str]] = {
-    "Functions": ["measure", "exact", "spectrum", "stability_limit"],
+    "Functions": ["measure", "exact", "spectrum", "stability_limit", "pulse"],
     "The monitor": ["CurvatureMonitor", "AlertRules", "ChangeDetector", "Sensitivity"],
     "Records": [
         "Measurement",
@@ -42,6 +42,7 @@ SECTIONS: dict[str, list[str]] = {
         "GroupSpectrum",
         "Density",
         "StabilityLimit",
+        "Pulse",
         "Alert",
     ],
     "Errors": [

@@ -23,6 +23,7 @@ LAYERS = [
     "operators",
     "pairs",
     "spectrum",
+    "pulse",
     "metrics",
     "alerts",
     "monitor",
@@ -32,7 +33,18 @@ LAYERS = [
 """a package may import itself and those before it"""
 OUTSIDE = {"__init__", "version", "closed_form"}
 """the entrance, the version, and formulas that nothing else needs"""
-TORCH_ONLY = {"errors", "numerics", "records", "isolation", "graph", "operators", "pairs", "spectrum", "alerts"}
+TORCH_ONLY = {
+    "errors",
+    "numerics",
+    "records",
+    "isolation",
+    "graph",
+    "operators",
+    "pairs",
+    "spectrum",
+    "pulse",
+    "alerts",
+}
 LIGHTNING = {"pytorch_lightning", "lightning", "lightning_utilities", "lightning_fabric", "transformers"}
 MOST_LINES = 350
 

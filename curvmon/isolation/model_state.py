@@ -125,9 +125,11 @@ class Isolation:
 
 @contextmanager
 def isolated(
-    model: nn.Module, loss: Callable[..., Any], *, seed: int, dtype: torch.dtype | None
+    model: nn.Module, loss: Callable[..., Any], *, seed: int, dtype: torch.dtype | None, own_modes: bool = False
 ) -> Iterator[Isolation]:
     """Run a measurement of `model` under `loss` without a trace; `dtype` as in `to_dtype`.
+
+    `own_modes`: modules that are in training mode stay in it.
 
     One thread at a time: others wait here, so `loss` must not wait for a measurement in another thread. Enter and exit
     in the same thread. Isolations that are exited in another order than innermost first are restored innermost first.
@@ -147,7 +149,7 @@ def isolated(
             if torch.amp.is_autocast_available(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         isolation = Isolation(stack.enter_context(patched(modules, devices)))
-        stack.enter_context(_working_copies(held, dtype, isolation))
+        stack.enter_context(_working_copies(held, dtype, isolation, own_modes))
         yield isolation
     finally:
         opened.close()
@@ -165,7 +167,9 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @contextmanager
-def _working_copies(held: Reachable, dtype: torch.dtype | None, isolation: Isolation) -> Iterator[None]:
+def _working_copies(
+    held: Reachable, dtype: torch.dtype | None, isolation: Isolation, own_modes: bool
+) -> Iterator[None]:
     """Give every module copies of its parameters, buffers and attributes; drop them on exit.
 
     The same for every plain object that the model holds. A container that is not copied (it is in a closure, or of a
@@ -187,14 +191,15 @@ def _working_copies(held: Reachable, dtype: torch.dtype | None, isolation: Isola
     # a hook that removes itself does so from the original dict, to which its handle refers
     contents = [(container, _entries(container)) for container in held.containers]
     memo: dict[int, Any] = {id(module): module for module in modules}
-    with _script_state_restored(scripted):
+    with _script_state_restored(scripted, own_modes):
         try:
             for live, before in attributes:
                 for name, value in before.items():
                     live[name] = OrderedDict() if name in backward_hooks else _copy(value, dtype, memo, isolation)
                     if name in forward_hooks and isinstance(value, dict):
                         _remove_logging_hooks(live[name])
-                live["training"] = False
+                if not own_modes:
+                    live["training"] = False
                 live.update((name, False) for name in gradient_sync if name in before)
             for live, before in of_objects:
                 live.update((name, _copy(value, dtype, memo, isolation)) for name, value in before.items())
@@ -232,13 +237,13 @@ def _refill(container: Any, entries: list[Any]) -> None:
 
 
 @contextmanager
-def _script_state_restored(scripted: list[torch.jit.ScriptModule]) -> Iterator[None]:
+def _script_state_restored(scripted: list[torch.jit.ScriptModule], own_modes: bool) -> Iterator[None]:
     """A scripted module keeps its state in C++: only values can be saved and restored."""
     flags = [(module, module.training) for module in scripted]
     buffers = [(buffer, buffer.clone()) for module in scripted for buffer in module.buffers(recurse=False)]
     try:
         for module in scripted:
-            module.training = False
+            module.training = own_modes and module.training
         yield
     finally:
         for module, training in flags:

@@ -244,7 +244,6 @@ class ParameterOperator(SymmetricOperator):
         return torch.cat([part.reshape(-1).to(self.template) for part in whole])
 
     def _open(self, index: int, build: Build) -> BatchGraph:
-        """The graph of one batch."""
         return BatchGraph(build(), self._parameters)
 
     def _images(self, z: Tensor, columns: Sequence[int], image: GraphImage) -> Tensor:
@@ -286,16 +285,17 @@ def open_parameters(
     on_product: Callable[[int], None] | None = None,
     batched: Batched = "auto",
     kind: type[ParameterOperator] = ParameterOperator,
+    own_modes: bool = False,
 ) -> Iterator[ParameterOperator]:
     """Yields the operator. When the context ends, with or without an error, the model is exactly as before.
 
     `on_product` is called with the number of HVPs after each of them. `batched`: whether several are computed in one
-    launch. `kind`: how they are computed.
+    launch. `kind`: how they are computed. `own_modes`: modules in training mode stay in it.
     """
     check_arguments(model, loss, None, None, 0)
     # while another thread measures the same model, its parameters do not require gradients
     with one_at_a_time:
-        yield from _opened(model, batches, loss, on_product or (lambda hvps: None), batched, kind)
+        yield from _opened(model, batches, loss, on_product or (lambda hvps: None), batched, kind, own_modes)
 
 
 def _opened(
@@ -305,6 +305,7 @@ def _opened(
     on_product: Callable[[int], None],
     batched: Batched,
     kind: type[ParameterOperator],
+    own_modes: bool,
 ) -> Iterator[ParameterOperator]:
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
@@ -312,7 +313,7 @@ def _opened(
     odd = [name for name, parameter in trainable.items() if parameter.is_complex()]
     if odd:
         raise InputError(f"complex parameters ({', '.join(odd)}): use their real views, torch.view_as_real")
-    with isolated(model, loss, seed=NOISE_SEED, dtype=None) as isolation:
+    with isolated(model, loss, seed=NOISE_SEED, dtype=None, own_modes=own_modes) as isolation:
         copies = dict(model.named_parameters())
         parameters = {name: copies[name].requires_grad_() for name in trainable}
 
