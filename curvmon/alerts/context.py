@@ -83,15 +83,15 @@ def context_values(
         *((("weights", name), parameter) for name, parameter in model.named_parameters()),
         *((("statistics", name), buffer) for name, buffer in model.named_buffers()),
     ]
-    named = [(source, tensor) for source, tensor in named if _has_norm(tensor) and tensor.numel() >= MIN_ENTRIES]
+    named = [(source, tensor) for source, tensor in named if has_norm(tensor) and tensor.numel() >= MIN_ENTRIES]
     if named:
-        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=_norm_dtype(tensor)) for _, tensor in named]
+        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=norm_dtype(tensor)) for _, tensor in named]
         # one transfer for all of them
         values.update(zip((source for source, _ in named), torch.stack([n.to(norms[0]) for n in norms]).tolist()))
     return values
 
 
-def _has_norm(tensor: Tensor) -> bool:
+def has_norm(tensor: Tensor) -> bool:
     """Eight-bit tensors have no common dtype with others; lazy, meta, nested and sparse ones lack data or shape."""
     if (
         is_lazy(tensor)
@@ -104,7 +104,7 @@ def _has_norm(tensor: Tensor) -> bool:
     return tensor.element_size() > 1
 
 
-def _norm_dtype(tensor: Tensor) -> torch.dtype:
+def norm_dtype(tensor: Tensor) -> torch.dtype:
     """Norms of half-precision tensors overflow in half precision."""
     return torch.promote_types(tensor.dtype, torch.float32)
 

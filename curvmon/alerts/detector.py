@@ -13,6 +13,7 @@ a drift threshold, a change is also a `Cusum`, the cumulative sum of a feature's
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class Thresholds(NamedTuple):
 
 REJECTED_KEPT, REJECTED_DECAY = 20, 0.95
 """how many rejected candidates are remembered, and the decay of their weight per measurement"""
+GAPS_KEPT = 9
+"""distances between measurements, whose median is the usual one"""
 MAX_SCORE_IN_MEAN, MAX_SCORE_IN_COSINE = 30.0, 10.0
 """a single score counts as at most this in the root mean square, and when two measurements are compared"""
 MAX_CUSUM_SCORE = 4.0
@@ -113,6 +116,9 @@ class Detector:
     """Takes the features of every measurement; `update` returns a `Change` where one is detected, else None.
 
     After a change, the forecasts restart and decisions pause for a warm-up.
+
+    Attributes:
+        deviations: of the last measurement.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class Detector:
     ) -> None:
         self._settings = settings or DetectorSettings()
         self._thresholds = thresholds
+        self.deviations: list[FeatureDeviation] = []
         self._forecasts: dict[tuple[Family, str], Forecast] = {}
         self._cusums: dict[tuple[Family, str], Cusum] = {}
         self._candidate: list[Feature] | None = None
@@ -128,17 +135,32 @@ class Detector:
         """measurements since the last change"""
         self._rejected: list[float] = []
         """evidence of recent measurements that were no change"""
+        self._restarts_next = False
+        self._at: float | None = None
+        self._distances: list[float] = []
+        """between recent measurements"""
+        self._gap = 1.0
+        """distance from the last measurement, in usual ones"""
 
-    def update(self, features: list[Feature], has_cause: bool = False, gap: bool = False) -> Change | None:
+    def update(self, features: list[Feature], has_cause: bool = False, at: float | None = None) -> Change | None:
         """`has_cause`: the context changed at the same time, so less evidence is needed.
 
-        After a `gap`, measurements that were skipped, nothing is detected: a gradual change looks like a jump.
+        `at`: the position in the run, a step. Where measurements are further apart than usual, because some were
+        skipped, they need more evidence: a gradual change looks like a jump.
         """
-        if gap:
-            self._append_candidate()
-            self._append(features)
+        self._move(at)
+        if self._restarts_next:
+            self._restarts_next = False
+            self.deviations = self._deviations(features)
+            self._restart(features)
             return None
-        deviations = self._deviations(features)
+        change = self._detect(features, has_cause)
+        if change is not None:
+            self.deviations = change.deviations
+        return change
+
+    def _detect(self, features: list[Feature], has_cause: bool) -> Change | None:
+        deviations = self.deviations = self._deviations(features)
         if self._candidate is not None and self._confirms(deviations):
             self._restart(self._candidate, features)
             return Change("jump", deviations, age=2)
@@ -160,11 +182,26 @@ class Detector:
             self._append(features)
         return None
 
-    def drop_all_but(self, families: Sequence[Family]) -> None:
-        """Restart with an empty past, these families excepted."""
-        self._forecasts = {key: forecast for key, forecast in self._forecasts.items() if key[0] in families}
-        self._cusums = {key: cusum for key, cusum in self._cusums.items() if key[0] in families}
-        self._candidate, self._count = None, 0
+    def clear(self) -> None:
+        """Start again with an empty past."""
+        self._forecasts, self._cusums, self._candidate, self._count = {}, {}, None, 0
+
+    def restart(self, features: Sequence[Feature] | None) -> None:
+        """A change has been detected elsewhere, and these are the first features after it; None: the next ones are."""
+        if features is None:
+            self._restarts_next = True
+        else:
+            self._restart(features)
+
+    def _move(self, at: float | None) -> None:
+        self._gap = 1.0
+        if at is not None and self._at is not None:
+            distance = at - self._at
+            if self._distances:
+                self._gap = max(1.0, distance / max(statistics.median(self._distances), 1e-9))
+            self._distances.append(distance)
+            del self._distances[:-GAPS_KEPT]
+        self._at = at if at is not None else self._at
 
     # ---- evidence ----
 
@@ -234,7 +271,10 @@ class Detector:
     # ---- the past ----
 
     def _deviations(self, features: Sequence[Feature]) -> list[FeatureDeviation]:
-        return [FeatureDeviation(f.family, f.where, self._forecast(f).deviation(f.value, f.stderr)) for f in features]
+        return [
+            FeatureDeviation(f.family, f.where, self._forecast(f).deviation(f.value, f.stderr, self._gap))
+            for f in features
+        ]
 
     def _forecast(self, feature: Feature) -> Forecast:
         key = feature.family, feature.where
@@ -284,6 +324,9 @@ class Detector:
             "candidate": None if self._candidate is None else [list(feature) for feature in self._candidate],
             "count": self._count,
             "rejected": list(self._rejected),
+            "restarts_next": self._restarts_next,
+            "at": self._at,
+            "distances": list(self._distances),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -295,6 +338,7 @@ class Detector:
         candidate = state["candidate"]
         self._candidate = None if candidate is None else [Feature(*feature) for feature in candidate]
         self._count, self._rejected = state["count"], list(state["rejected"])
+        self._restarts_next, self._at, self._distances = state["restarts_next"], state["at"], list(state["distances"])
 
 
 def _signed_score(deviation: Deviation) -> float:

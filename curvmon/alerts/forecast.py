@@ -118,10 +118,11 @@ class Forecast:
     def last(self) -> float:
         return self._values[-1]
 
-    def deviation(self, value: float, stderr: float = 0.0) -> Deviation:
+    def deviation(self, value: float, stderr: float = 0.0, gap: float = 1.0) -> Deviation:
+        """`gap`: distance from the last value, in usual distances; the uncertainty of the forecast grows with it."""
         if not self._values:
             return Deviation(0.0, 0.0, value)
-        spreads = self._spreads()
+        spreads = [gap * spread for spread in self._spreads()]
         candidates = [
             Deviation(value - forecast, abs(value - forecast) / math.sqrt(spread**2 + stderr**2), forecast)
             for forecast, spread in zip(self._predict(), spreads)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from curvmon.alerts.context import Context, ContextTracker
+from curvmon.alerts.context import Cause, Context, ContextTracker
 from curvmon.alerts.detector import Detector, DetectorSettings
 from curvmon.alerts.features import NETWORK_FAMILIES, features_of
 from curvmon.alerts.messages import alert_of_change
@@ -31,7 +31,7 @@ class AlertManager:
         self._rules = alerts if isinstance(alerts, AlertRules) else AlertRules()
         settings = settings or DetectorSettings()
         self._settings = replace(settings, threshold_factor=settings.threshold_factor / self._rules.sensitivity)
-        self._detector = Detector(self._settings)
+        self._network, self._layers = Detector(self._settings), Detector(self._settings)
         self._checker = RuleChecker(self._rules)
         self._context = ContextTracker()
         self._nodes: tuple[str, ...] | None = None
@@ -50,17 +50,38 @@ class AlertManager:
         if not self.enabled:
             return []
         causes = self._context.update(context or Context())
-        new = []
-        if self._rules.changes:
-            has_cause = any(cause.lowers_threshold for cause in causes)
-            gap = len(past) > 0 and snapshot.skipped > past[-1].skipped
-            self._compare_nodes(snapshot)
-            change = self._detector.update(features_of(snapshot), has_cause, gap)
-            if change is not None:
-                before = past[-change.age] if len(past) >= change.age else None
-                evidence = self._detector.evidence_by_family(change.deviations)
-                new.append(alert_of_change(change, evidence, causes, before, snapshot))
-        return self.record([*new, *self._checker.update(snapshot)])
+        changes = self._changes(snapshot, past, causes) if self._rules.changes else []
+        rules = self._checker.update(snapshot)
+        if changes:  # which say that the loss rose
+            rules = [alert for alert in rules if alert.kind != "loss_explosion"]
+        elif any(alert.kind == "loss_explosion" for alert in rules):  # not to be detected again
+            self._network.restart(None)
+            self._layers.restart(None)
+        return self.record([*changes, *rules])
+
+    def _changes(self, snapshot: Snapshot, past: Sequence[Snapshot], causes: Sequence[Cause]) -> list[Alert]:
+        """At most one: what the network has once is looked at in every validation, the layers where measured."""
+        self._compare_nodes(snapshot)
+        features = features_of(snapshot)
+        network = [feature for feature in features if feature.family in NETWORK_FAMILIES]
+        has_cause = any(cause.lowers_threshold for cause in causes)
+        layers = [feature for feature in features if feature.family not in NETWORK_FAMILIES]
+        of_network = self._network.update(network, has_cause, snapshot.step) if network else None
+        of_layers = self._layers.update(layers, has_cause, snapshot.step) if snapshot.is_full else None
+        change = of_layers or of_network
+        if change is None:
+            return []
+        # the other one must not detect the same event later
+        if of_layers is None:
+            self._layers.restart(layers if snapshot.is_full else None)
+        if of_network is None:
+            self._network.restart(network or None)
+        deviations = self._network.deviations if network else []
+        deviations = deviations + (self._layers.deviations if snapshot.is_full else [])
+        past = [each for each in past if each.is_full] if of_layers is not None else past
+        before = past[-change.age] if len(past) >= change.age else None
+        evidence = self._network.evidence_by_family(deviations)
+        return [alert_of_change(change._replace(deviations=deviations), evidence, causes, before, snapshot)]
 
     def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
         """What a measurement raises that was not finite."""
@@ -76,7 +97,7 @@ class AlertManager:
         if snapshot.measurement is None:
             return
         if self._nodes is not None and self._nodes != snapshot.measurement.nodes:
-            self._detector.drop_all_but(NETWORK_FAMILIES)
+            self._layers.clear()
         self._nodes = snapshot.measurement.nodes
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +107,8 @@ class AlertManager:
             return state
         return {
             **state,
-            "detector": self._detector.state_dict(),
+            "network": self._network.state_dict(),
+            "layers": self._layers.state_dict(),
             "rules": self._checker.state_dict(),
             "context": self._context.state_dict(),
             "nodes": None if self._nodes is None else list(self._nodes),
@@ -95,12 +117,14 @@ class AlertManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """All or nothing. A checkpoint without a detector, because alerts were off, starts detection empty."""
         raised = [Alert.from_dict(alert) for alert in state.get("raised", ())]
-        detector, checker, context = Detector(self._settings), RuleChecker(self._rules), ContextTracker()
+        network, layers = Detector(self._settings), Detector(self._settings)
+        checker, context = RuleChecker(self._rules), ContextTracker()
         nodes = None
-        if self.enabled and "detector" in state:
-            detector.load_state_dict(state["detector"])
+        if self.enabled and "network" in state:
+            network.load_state_dict(state["network"])
+            layers.load_state_dict(state["layers"])
             checker.load_state_dict(state["rules"])
             context.load_state_dict(state["context"])
             nodes = None if state["nodes"] is None else tuple(state["nodes"])
-        self._detector, self._checker, self._context = detector, checker, context
+        self._network, self._layers, self._checker, self._context = network, layers, checker, context
         self._nodes, self.raised = nodes, raised

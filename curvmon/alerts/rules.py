@@ -52,13 +52,17 @@ class AlertRules:
     get there by training well"""
     gn_gap_above: float | None = None
     """threshold of the largest GN-Gap"""
+    loss_explosion: float | None = 2.0
+    """loss of the probe batch over the largest of the last four, if it is also near that of the first measurement"""
+    dead_network: bool = True
+    """no coupling is defined any more: the loss does not depend on the layers"""
     not_finite: bool = True
     """loss, parameters or curvature that are NaN or infinite"""
     lasting: int = 3
     """measurements in a row for which a condition has to hold"""
 
     def __post_init__(self) -> None:
-        for name in ("changes", "not_finite"):
+        for name in ("changes", "not_finite", "dead_network"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for name in (
@@ -68,6 +72,7 @@ class AlertRules:
             "saddle",
             "rank_collapse",
             "gn_gap_above",
+            "loss_explosion",
         ):
             value = getattr(self, name)
             if value is not None and not is_number(value):
@@ -81,7 +86,13 @@ class AlertRules:
 
 _OPTIMIZER_RULES = {"edge_of_stability", "far_beyond_stability"}
 _SPECTRUM_RULES = {*_OPTIMIZER_RULES, "saddle"}
-_PAIR_RULES = {"coupling_above", "rank_collapse", "gn_gap_above"}
+_AT_ONCE = {"not_finite", "loss_explosion", "dead_network"}
+"""rules that raise an alert the first time that their condition holds"""
+RECENT = 4
+"""losses that an exploded one is compared with"""
+_PAIR_RULES = {"coupling_above", "rank_collapse", "gn_gap_above", "dead_network"}
+NEAR_FIRST = 0.7
+"""share of the first loss from which on a loss that has grown has exploded: far below, a single sample may do it"""
 
 
 class Violation(NamedTuple):
@@ -106,13 +117,25 @@ class RuleChecker:
         self._raised: list[str] = []
         """rules that raise no second alert until their condition has ceased"""
         self._losses: list[float] = []
+        """of the last measurements"""
+        self._first_loss: float | None = None
+        self._recent_losses: list[float] = []
+        """of the last validations"""
         self._largest_rank = 0.0
+        self._was_alive = False
 
     def update(self, snapshot: Snapshot) -> list[Alert]:
         """Alerts, and notices of level "info"."""
-        self._losses.append(snapshot.loss)
-        del self._losses[: -self._rules.lasting - 1]
+        exploded = self._loss_explosion(snapshot)
+        if math.isfinite(snapshot.loss):
+            self._first_loss = snapshot.loss if self._first_loss is None else self._first_loss
+            self._recent_losses = [*self._recent_losses, snapshot.loss][-RECENT:]
+        if snapshot.is_full:
+            self._losses.append(snapshot.loss)
+            del self._losses[: -self._rules.lasting - 1]
         violations = [
+            exploded,
+            self._dead_network(snapshot),
             self._edge_of_stability(snapshot),
             self._far_beyond_stability(snapshot),
             self._coupling_above(snapshot),
@@ -120,7 +143,9 @@ class RuleChecker:
             self._rank_collapse(snapshot),
             self._gn_gap_above(snapshot),
         ]
-        checked: set[str] = set()
+        checked: set[str] = {"loss_explosion"} if math.isfinite(snapshot.loss) else set()
+        if snapshot.is_full:
+            checked.add("not_finite")
         if snapshot.spectrum is not None:
             checked |= _SPECTRUM_RULES - (_OPTIMIZER_RULES if math.isnan(snapshot.spectrum.stability_ratio) else set())
         if snapshot.measurement is not None:
@@ -139,13 +164,14 @@ class RuleChecker:
     def _new_alerts(self, violations: list[Violation], checked: set[str], step: int, epoch: int) -> list[Alert]:
         """Rules that could not be checked keep their state: a missing value does not end a condition."""
         violated = {v.rule for v in violations}
-        for rule in checked | {"not_finite"}:
+        for rule in checked:
             streak = self._streaks.get(rule, 0)
             self._streaks[rule] = max(streak, 0) + 1 if rule in violated else min(streak, 0) - 1
-            if self._streaks[rule] <= -self._rules.lasting or (rule == "not_finite" and rule not in violated):
+            ended = rule in _AT_ONCE and rule not in violated
+            if self._streaks[rule] <= -self._rules.lasting or ended:
                 self._raised = [raised for raised in self._raised if raised != rule]
-        lasting = self._rules.lasting
-        new = [v for v in violations if self._streaks[v.rule] >= lasting and v.rule not in self._raised]
+        lasting = {v.rule: 1 if v.rule in _AT_ONCE else self._rules.lasting for v in violations}
+        new = [v for v in violations if self._streaks[v.rule] >= lasting[v.rule] and v.rule not in self._raised]
         self._raised += [v.rule for v in new]
         return [
             Alert(
@@ -162,6 +188,40 @@ class RuleChecker:
             )
             for v in new
         ]
+
+    def _loss_explosion(self, snapshot: Snapshot) -> Violation | None:
+        limit, loss, recent, first = (
+            self._rules.loss_explosion,
+            snapshot.loss,
+            self._recent_losses,
+            self._first_loss,
+        )
+        if limit is None or first is None or not math.isfinite(loss) or min(*recent, first) <= 0:
+            return None
+        largest = max(recent)
+        if not (loss > limit * largest and loss > NEAR_FIRST * first):
+            return None
+        message = (
+            f"the loss of the probe batch rose from {recent[-1]:.3g} to {loss:.3g}: what the network had learned is "
+            "lost; go back to an earlier checkpoint, with a lower learning rate"
+        )
+        return Violation("loss_explosion", "loss", "loss", limit * largest, loss, message, "error")
+
+    def _dead_network(self, snapshot: Snapshot) -> Violation | None:
+        measurement = snapshot.measurement
+        if not self._rules.dead_network or measurement is None or len(measurement.nodes) < 2:
+            return None
+        couplings = measurement.coupling.clone().fill_diagonal_(math.nan)
+        if couplings.isfinite().any():
+            self._was_alive = True
+            return None
+        if not self._was_alive:
+            return None
+        message = (
+            "no coupling is defined any more: the loss does not depend on the layers, as where all ReLUs are off or "
+            "all outputs are saturated; go back to an earlier checkpoint, with a lower learning rate"
+        )
+        return Violation("dead_network", "coupling", "all pairs", math.nan, math.nan, message, "error")
 
     def _edge_of_stability(self, snapshot: Snapshot) -> Violation | None:
         limit, spectrum = self._rules.edge_of_stability, snapshot.spectrum
@@ -255,8 +315,13 @@ class RuleChecker:
             "raised": list(self._raised),
             "losses": list(self._losses),
             "largest_rank": self._largest_rank,
+            "first_loss": self._first_loss,
+            "recent_losses": list(self._recent_losses),
+            "was_alive": self._was_alive,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._streaks, self._raised = dict(state["streaks"]), list(state["raised"])
         self._losses, self._largest_rank = list(state["losses"]), state["largest_rank"]
+        self._first_loss, self._recent_losses = state["first_loss"], list(state["recent_losses"])
+        self._was_alive = state["was_alive"]

@@ -24,17 +24,13 @@ def _further_eigenvalues(snapshot: Snapshot) -> Sequence[float]:
     return () if snapshot.spectrum is None else snapshot.spectrum.eigenvalues[1:].tolist()
 
 
-def _error_of_top_eigenvalue(snapshot: Snapshot) -> Sequence[float]:
-    return () if snapshot.spectrum is None else snapshot.spectrum.residuals[:1].tolist()
-
-
 SCALARS = (
     ScalarMetric(
         name="lambda_1",
         title="top eigenvalue",
         key="hessian/lambda_1",
-        read=_spectrum("sharpness"),
-        stderr=_error_of_top_eigenvalue,
+        read=_snapshot("sharpness"),
+        stderr=_snapshot("sharpness_error"),
         symbol="λ₁",
         meaning="the sharpness: largest eigenvalue of the loss Hessian w.r.t. the parameters",
         good="rises until the stability ratio is about 1, then changes slowly",

@@ -1,21 +1,32 @@
-"""How much time a run may spend on measuring, and how many HVPs a measurement gets.
+"""How much time a run may spend on measuring, when it is spent, and how many HVPs a measurement gets.
 
-    allowed = free seconds + max_overhead · training time
-    share   = (allowed - spent) / (seconds of a full measurement),  clipped to [0, 1], and 0 below 0.25
+    allowed = free seconds + max_overhead · training time              of the whole run, expected from its progress
+    n       = (allowed - spent) / (seconds of a full measurement)      full measurements that are left
 
-A measurement with share < 1 takes that share of the HVPs of a full one; one with share 0 is skipped.
+They are spread evenly over the rest of the run, and the last validation gets one in any case. Where n is too small for
+one in every quarter of the run, measurements get a share of the HVPs of a full one. Vital signs are taken in every
+validation.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 FREE_SECONDS = 30.0
 """per run, not limited by the training time: in short runs and demos every measurement is a full one"""
+FREE_UNTIL = 600.0
+"""training seconds in which half of the free seconds may be spent, where the length of the run is not known"""
+QUARTERS = 4
+"""parts of a run that get a measurement each"""
+VITAL_SHARE = 0.005
+"""of the training time, for the HVPs of vital signs"""
+VITAL_COST = 0.1
+"""of their HVPs, in full measurements, until they have been timed"""
 MIN_SHARE = 0.25
 """smallest share of the HVPs of a full measurement; with fewer, standard errors would be too large to be useful"""
 
@@ -31,6 +42,19 @@ class Plan:
         return self.share == 0.0
 
 
+@dataclass(frozen=True)
+class Position:
+    """Progress of the run, from 0 to 1."""
+
+    at: float = 0.0
+    interval: float = 0.0
+    """since the last time that it could be measured"""
+    full: float = 0.0
+    """where the last measurement succeeded"""
+    has_end: bool = False
+    """False if the end of the run is not given"""
+
+
 class Budget:
     """Keeps measuring time below free seconds + `max_overhead` · training time; at most one measurement exceeds it.
 
@@ -43,6 +67,7 @@ class Budget:
 
     Attributes:
         measured: seconds spent measuring and reporting.
+        vital_seconds: those of them for vital signs.
         skipped: number of skipped measurements.
         last_seconds: how long the last measurement took.
     """
@@ -55,6 +80,7 @@ class Budget:
     ) -> None:
         self.max_overhead = max_overhead
         self.measured = 0.0
+        self.vital_seconds = 0.0
         self.skipped = 0
         self.last_seconds = 0.0
         self._free_seconds = free_seconds
@@ -65,6 +91,9 @@ class Budget:
         self._measured_before = 0.0
         self._full_seconds: float | None = None
         """estimated duration of a full measurement; None until one succeeds"""
+        self._sharpness_seconds: float | None = None
+        """duration of the last vital signs with HVPs"""
+        self._position = Position()
 
     def start_training(self) -> None:
         """Training time counts from here on, in addition to what there is already."""
@@ -86,18 +115,65 @@ class Budget:
         trained = self.trained
         return self.measured / trained if trained > 0 else 0.0
 
+    def reach(self, progress: float | None) -> None:
+        """The run has got this far, from 0 to 1, and may measure; None: its end is not known."""
+        before = self._position
+        if progress is None:
+            self._position = replace(before, has_end=False)
+        elif progress > before.at:
+            self._position = Position(progress, progress - before.at, before.full, True)
+        else:  # the run has been extended
+            interval = before.interval * progress / before.at if before.at else 0.0
+            self._position = Position(progress, interval, max(0.0, progress - interval), True)
+
     def plan(self) -> Plan:
         """What the next measurement may cost. Until one succeeds: a full one, if there is any time left."""
-        trained = self.trained
-        if self.max_overhead is None or self.measured == 0:
+        at, interval, last, has_end = astuple(self._position)
+        trained, free = self.trained, self._free_seconds
+        if self.max_overhead is None or self.measured <= self.vital_seconds:
             return Plan(1.0)
-        left = self._free_seconds + self.max_overhead * trained - self.measured
+        if not has_end:
+            free *= trained / (trained + FREE_UNTIL)
+        elif at > 0:
+            trained /= at  # expected for the whole run
+        left = free + self.max_overhead * trained - self.measured
         if self._full_seconds is None:
             return Plan(1.0 if left > 0 else 0.0)
-        share = left / self._full_seconds if self._full_seconds else 1.0
-        if share >= 1:
-            return Plan(1.0)
-        return Plan(share if share >= MIN_SHARE else 0.0)
+        n = left / self._full_seconds if self._full_seconds else math.inf
+        if not has_end or at == 0:
+            return Plan(min(1.0, n) if n >= MIN_SHARE else 0.0)
+        if at + interval / 2 >= 1:  # the next validation would come after the end
+            return Plan(min(1.0, max(MIN_SHARE, n)))
+        remaining = 1 - last
+        share = min(1.0, max(MIN_SHARE, n / (QUARTERS * remaining)))
+        is_due = n / share * (at - last + interval / 2) >= remaining
+        return Plan(share if is_due and n >= share else 0.0)
+
+    @property
+    def stride(self) -> int | None:
+        """One validation in how many gets a measurement; None where that cannot be known."""
+        at, interval, last, has_end = astuple(self._position)
+        if self.max_overhead is None:
+            return 1
+        if not has_end or not at * interval or self._full_seconds is None:
+            return None
+        left = self._free_seconds + self.max_overhead * self.trained / at - self.measured
+        n = left / self._full_seconds if self._full_seconds else math.inf
+        remaining = 1 - min(last, at)
+        measurements = max(1.0, n, min(QUARTERS * remaining, n / MIN_SHARE))
+        return max(1, round(remaining / interval / measurements)) if remaining else 1
+
+    @property
+    def affords_sharpness(self) -> bool:
+        """Whether vital signs may have HVPs."""
+        if self.max_overhead is None:
+            return True
+        cost = self._sharpness_seconds
+        if cost is None:
+            if self._full_seconds is None:
+                return False
+            cost = VITAL_COST * self._full_seconds
+        return self.vital_seconds + cost <= VITAL_SHARE * self.trained
 
     def skip(self) -> None:
         """Counts a measurement that is not made."""
@@ -111,8 +187,20 @@ class Budget:
             yield
         self.last_seconds = self.measured - before
 
+    @contextmanager
+    def taking_vital_signs(self, with_sharpness: bool) -> Iterator[None]:
+        """Times vital signs."""
+        before = self.measured
+        with self.reporting():
+            yield
+        seconds = self.measured - before
+        self.vital_seconds += seconds
+        if with_sharpness:
+            self._sharpness_seconds = seconds
+
     def update_estimate(self, plan: Plan) -> None:
         """The last measurement succeeded with this plan. The duration of a failed one says nothing about the next."""
+        self._position = replace(self._position, full=self._position.at)
         full = self.last_seconds / plan.share
         # weight 1/2 for the newest: batch and probes stay the same, but the machine may be busy
         self._full_seconds = full if self._full_seconds is None else (self._full_seconds + full) / 2
@@ -132,8 +220,13 @@ class Budget:
             "trained": self._trained,
             "skipped": self.skipped,
             "full_seconds": self._full_seconds,
+            "vital_seconds": self.vital_seconds,
+            "sharpness_seconds": self._sharpness_seconds,
+            "position": asdict(self._position),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.measured, self._trained = state["measured"], state["trained"]
         self.skipped, self._full_seconds = state["skipped"], state["full_seconds"]
+        self.vital_seconds, self._sharpness_seconds = state["vital_seconds"], state["sharpness_seconds"]
+        self._position = Position(**state["position"])

@@ -30,6 +30,11 @@ class History:
         return self._snapshots[-1] if self._snapshots else None
 
     @property
+    def last_full(self) -> Snapshot | None:
+        """The latest that has more than vital signs."""
+        return next((s for s in reversed(self._snapshots) if s.is_full), None)
+
+    @property
     def nodes(self) -> tuple[str, ...] | None:
         """Nodes of the latest measurement of pairs; None if there is none."""
         return next((s.measurement.nodes for s in reversed(self._snapshots) if s.measurement is not None), None)

@@ -6,8 +6,8 @@ All ranks attempt together, and all of them get the same result or the same erro
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,11 +27,12 @@ from curvmon.monitor.pairs_and_spectrum import (
 from curvmon.monitor.probe_batch import Choice, ProbeBatch
 from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
 from curvmon.monitor.settings import Settings
-from curvmon.records import Measurement, Spectrum
+from curvmon.monitor.vital_signs import VitalSignsTaker
+from curvmon.records import Measurement, Spectrum, VitalSigns
 from curvmon.spectrum.findings import Findings
 
-MAX_START_ENTRIES = 2**24
-"""largest start that goes to other ranks and into checkpoints: 64 MiB"""
+MAX_START_ENTRIES = 2**25
+"""largest start that goes to other ranks and into checkpoints: 128 MiB"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Request:
     full_hvps: int | None = None
     """number of HVPs that the pairs took in the last full measurement"""
     start: Tensor | None = None
-    """start of the eigenvalue search: a vector, or several as columns"""
+    """where eigenvalue searches start: two rows, see `measure_spectrum`"""
     findings: Findings | None = None
     """what earlier measurements found out about the network"""
     on_product: OnProduct | None = None
@@ -78,7 +79,7 @@ class Outcome:
         measurement: the pairs of layers.
         spectrum: the eigenvalues, without eigenvectors.
         failure: the error; None without one.
-        start: start vector for the next eigenvalue search; None if there is no new one.
+        start: where the next eigenvalue searches start; None if there is nothing new.
     """
 
     measurement: Measurement | None = None
@@ -97,12 +98,7 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
     own, measurement, start = Outcome(), None, None
     part: Part = "pairs"
     try:
-        with ExitStack() as stack:
-            stack.enter_context(same_buffers(ranks, target.model))
-            stack.enter_context(target.isolation())
-            # Trainer(detect_anomaly=True) would print tracebacks of passes that fail on purpose
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))
-            stack.enter_context(collectives_refused(ranks.world_size))
+        with _undisturbed(target, ranks):
             if "pairs" in request.parts and ranks.measures_pairs:
                 measurement = measure_pairs(
                     request.settings,
@@ -137,6 +133,18 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
     if outcome.succeeded and "spectrum" in request.parts:
         start = _shared(start, ranks)
     return replace(outcome, start=start)
+
+
+@contextmanager
+def _undisturbed(target: Target, ranks: Ranks) -> Iterator[None]:
+    """Every rank enters; inside the context it computes by itself."""
+    with ExitStack() as stack:
+        stack.enter_context(same_buffers(ranks, target.model))
+        stack.enter_context(target.isolation())
+        # Trainer(detect_anomaly=True) would print tracebacks of passes that fail on purpose
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(collectives_refused(ranks.world_size))
+        yield
 
 
 def merge(outcomes: Sequence[Outcome]) -> Outcome:
@@ -202,6 +210,7 @@ class MeasurementRunner:
         self._attempt = attempt
         self._start: Tensor | None = None
         self._findings = Findings()
+        self._taker = VitalSignsTaker()
         self._full_hvps: int | None = None
 
     def run(
@@ -249,6 +258,30 @@ class MeasurementRunner:
                 progress = replace(progress, parts=progress.parts - {"spectrum"}, part_failure=failure)
                 outcome = Outcome(outcome.measurement)
         return self._finish(outcome, progress, share, warn)
+
+    def vital_signs(
+        self, target: Target, ranks: Ranks, *, warn: Warn, with_loss: bool, with_sharpness: bool = False
+    ) -> VitalSigns:
+        """Called by all ranks together; taken by the one that has the eigenvectors, the same on all of them.
+
+        `with_loss`: False if a measurement follows.
+        """
+        batches: Sequence[Any] = ()
+        if with_loss:
+            with suppress(RemoteError):
+                batches = self.probe.batches(ranks, target.device, warn) or ()
+        start = self._start if with_sharpness and self.settings.eigenvalues else None
+        own, vector = VitalSigns(), None
+        with suppress(Exception), _undisturbed(target, ranks):  # the other ranks wait
+            if ranks.measures_spectrum:
+                own, vector = self._taker.take(
+                    target.model, batches, target.loss, None if start is None else start[1], self._findings
+                )
+        signs: VitalSigns = ranks.broadcast(own, source=ranks.spectrum_rank)
+        if signs.hvps:
+            fresh = None if vector is None or start is None else torch.stack([start[0], vector])
+            self._start = _shared(fresh, ranks)
+        return signs
 
     def _try(self, target: Target, request: Request, ranks: Ranks, warn: Warn) -> Outcome:
         try:

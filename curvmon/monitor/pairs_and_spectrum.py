@@ -90,13 +90,16 @@ def measure_spectrum(
     pair_hvps: int = MAX_PAIR_HVPS,
     on_product: OnProduct | None = None,
 ) -> tuple[Spectrum, Tensor]:
-    """Extremal eigenvalues and trace over all batches; also the start vector of the next search, on the CPU.
+    """Extremal eigenvalues and trace over all batches; also where the next searches start, two rows on the CPU.
+
+    The first row is for another spectrum, the second, the leading eigenvector, for the largest eigenvalue alone.
 
     `pair_hvps`: what the pairs took, or may take in another process; both together take at most MAX_HVPS.
     `findings`: what earlier measurements found out about the network; is added to. A start vector that does not fit
     (layers were frozen or unfrozen) or has no direction is ignored.
     """
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    start = None if start is None else start[0]
     if start is not None and len(start) != size:
         start = None
     if start is not None and not 0 < torch.linalg.vector_norm(start).item() < float("inf"):
@@ -159,7 +162,8 @@ def measure_spectrum(
     if share < 1:
         result = replace(result, notes=(*result.notes, "trace and Gauss-Newton eigenvalue skipped to save time"))
     # on the CPU: until the next measurement, training needs the memory of the device
-    return result.without_vectors(), result.start_vector().cpu()
+    starts = torch.stack([result.start_vector().cpu(), result.eigenvectors[:, 0].cpu()])
+    return result.without_vectors(), starts
 
 
 def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:

@@ -100,6 +100,15 @@ class ProbeBatch:
         sizes = [sample_count(batch) for batch in self._collectors["val"].batches]
         return None not in sizes and 2 * sum(size or 0 for size in sizes) < self._size * self._count
 
+    @property
+    def description(self) -> str:
+        """`32 validation samples`; empty if there is no batch, or their number is not known."""
+        sizes = [sample_count(batch) for batch in self._choice.batches or ()]
+        if not sizes or None in sizes:
+            return ""
+        kind = "validation" if self._choice.source == "val" else "training"
+        return f"{sum(size or 0 for size in sizes)} {kind} samples"
+
     def choice(self) -> Choice:
         """For `restore`, if a measurement fails."""
         return self._choice

@@ -64,13 +64,16 @@ def check_settings(
     counts = {
         "probe_size": probe_size,
         "probe_batches": probe_batches,
-        "every_n_validations": every_n_validations,
         "history_size": history_size,
     }
     for name, value in counts.items():
         check_integer(name, value, "an integer of at least 1", minimum=1)
-    if every_n_train_steps is not None:
-        check_integer("every_n_train_steps", every_n_train_steps, "None or an integer of at least 1", minimum=1)
+    intervals = {"every_n_validations": every_n_validations, "every_n_train_steps": every_n_train_steps}
+    for name, value in intervals.items():
+        if value is not None:
+            check_integer(name, value, "None or an integer of at least 1", minimum=1)
+    if every_n_validations is None and every_n_train_steps is None:
+        raise InputError("every_n_validations=None needs every_n_train_steps: else nothing is measured")
     check_integer("eigenvalues", eigenvalues, "an integer, 0 for none", minimum=0)
     if data not in ("val", "train"):
         raise InputError(f'data must be "val" or "train", not {data!r}')
@@ -82,6 +85,11 @@ def check_settings(
         raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
     if max_overhead is not None:
         check_number("max_overhead", max_overhead, "None or a share of the training time")
+        if max_overhead > 1:
+            raise InputError(
+                f"max_overhead={max_overhead:g} is more than the training itself; it is a share of it: 0.05 for five "
+                "percent, None for no limit"
+            )
     for name, value in {"initial": initial, "heatmaps": heatmaps, "verbose": verbose, "strict": strict}.items():
         if not isinstance(value, bool):
             raise InputError(f"{name} must be True or False, not {value!r}")

@@ -1,6 +1,6 @@
 """The records that curvmon returns. Frozen: a result never changes after it was measured."""
 
-from curvmon.records.events import Alert, Level, Snapshot
+from curvmon.records.events import Alert, Level, Snapshot, VitalSigns
 from curvmon.records.measurement import (
     AFTER_LAST_NODE,
     METRICS,
@@ -25,5 +25,6 @@ __all__ = [
     "Pair",
     "Snapshot",
     "Spectrum",
+    "VitalSigns",
     "mean_by_distance",
 ]

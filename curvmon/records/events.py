@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -53,6 +54,39 @@ class Alert:
         return self.message
 
 
+@dataclass(frozen=True)
+class VitalSigns:
+    """What is looked at in every validation, whatever the budget.
+
+    Attributes:
+        loss: of the probe batch; NaN where it could not be computed, or where a measurement has it (`Snapshot.loss`).
+        weight_norm: ‖θ‖ of the trainable parameters.
+        update_norm: ‖θ - θ_before‖, θ_before at the vital signs before these; NaN for the first.
+        learning_rate: the largest of all optimizers.
+        not_finite: names of parameters and buffers with entries that are NaN or infinite, and were finite before; also
+            "the loss of the probe batch".
+        sharpness: λ_1 from a few HVPs that start at the last eigenvector; NaN where there was no time for it.
+        sharpness_error: its residual, a bound of its error.
+        hvps: Hessian-vector products for it.
+    """
+
+    loss: float = math.nan
+    weight_norm: float = math.nan
+    update_norm: float = math.nan
+    learning_rate: float = math.nan
+    not_finite: tuple[str, ...] = ()
+    sharpness: float = math.nan
+    sharpness_error: float = math.nan
+    hvps: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "not_finite": list(self.not_finite)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> VitalSigns:
+        return cls(**{**state, "not_finite": tuple(state["not_finite"])})
+
+
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """Everything that was measured at one step of a run.
@@ -66,6 +100,7 @@ class Snapshot:
         overhead: time spent on measurements so far, as a share of the training time.
         skipped: measurements skipped so far to stay within the budget.
         alerts: number of alerts so far in this run, those of this snapshot included.
+        vitals: what is looked at in every validation; without measurement and spectrum, nothing else was.
     """
 
     step: int
@@ -76,17 +111,37 @@ class Snapshot:
     overhead: float = 0.0
     skipped: int = 0
     alerts: int = 0
+    vitals: VitalSigns | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """More than the vital signs."""
+        return self.measurement is not None or self.spectrum is not None
 
     @property
     def loss(self) -> float:
         """Of the probe batch."""
-        record = self.measurement or self.spectrum
-        return float("nan") if record is None else record.loss
+        record = self.measurement or self.spectrum or self.vitals
+        return math.nan if record is None else record.loss
+
+    @property
+    def sharpness(self) -> float:
+        """λ_1 of the spectrum, or else of the vital signs; NaN if there is none."""
+        record = self.spectrum or self.vitals
+        return math.nan if record is None else record.sharpness
+
+    @property
+    def sharpness_error(self) -> float:
+        """A bound of its error."""
+        if self.spectrum is not None:
+            return self.spectrum.residuals[0].item()
+        return math.nan if self.vitals is None else self.vitals.sharpness_error
 
     @property
     def hvps(self) -> int:
         """Hessian-vector products that were computed."""
-        return sum(record.hvps for record in (self.measurement, self.spectrum) if record is not None)
+        records = (self.measurement, self.spectrum, self.vitals)
+        return sum(record.hvps for record in records if record is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers: what `weights_only` loading of a checkpoint accepts."""
@@ -99,11 +154,12 @@ class Snapshot:
             "overhead": self.overhead,
             "skipped": self.skipped,
             "alerts": self.alerts,
+            "vitals": None if self.vitals is None else self.vitals.to_dict(),
         }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Snapshot:
-        measurement, spectrum = state["measurement"], state["spectrum"]
+        measurement, spectrum, vitals = state["measurement"], state["spectrum"], state["vitals"]
         return cls(
             step=state["step"],
             epoch=state["epoch"],
@@ -112,5 +168,6 @@ class Snapshot:
             seconds=state["seconds"],
             overhead=state["overhead"],
             skipped=state["skipped"],
-            alerts=state.get("alerts", 0),  # absent in the checkpoints of early versions
+            alerts=state.get("alerts", 0),  # absent if alerts were off
+            vitals=None if vitals is None else VitalSigns.from_dict(vitals),
         )

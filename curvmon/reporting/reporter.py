@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ from curvmon.reporting.canvas import KeptFigures, available
 from curvmon.reporting.console import print_line, summary
 from curvmon.reporting.loggers import Loggers
 from curvmon.reporting.pictures import Picture, PictureSchedule
-from curvmon.reporting.scalars import ALERTS, BY_DISTANCE, EIGENVALUES, SKIPPED, Keys, heatmap_key, scalars
+from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, Keys, heatmap_key, scalars
 
-Publish = Callable[[Any, Mapping[str, float]], None]
-"""publish(trainer, scalars): on every rank, for callbacks such as EarlyStopping"""
+Publish = Callable[[Any, Mapping[str, float], Iterable[str]], None]
+"""publish(trainer, scalars, stale): on every rank, for callbacks such as EarlyStopping; `stale`: keys of earlier
+scalars that were not measured this time"""
 
 
 class Report:
@@ -52,6 +53,7 @@ class Report:
         self._publish = publish
         self._loggers = Loggers(self._keys)
         self._figures = KeptFigures()
+        self._published: set[str] = set()
         self.schedule = PictureSchedule()
 
     @property
@@ -72,33 +74,26 @@ class Report:
         """
         snapshot = snapshots[-1]
         values = self._keys.named(scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs))
-        self._publish(trainer, values)
+        self._publish(trainer, values, self._published - values.keys())
+        self._published = set(values)
         if trainer.is_global_zero:
             values["epoch"] = float(snapshot.epoch)
             self._loggers.write(trainer, values, snapshot.step)
-            pictures = self._keys.named(self._pictures(snapshots, alerts, fresh))
-            serious = any(alert.level != "info" for alert in fresh)
-            self.schedule.measured(pictures, snapshot.step, snapshot.seconds, serious)
+            if snapshot.is_full:
+                self._plan_pictures(snapshots, alerts, fresh)
             if self._verbose:
                 print_line(trainer, summary(snapshot))
+
+    def _plan_pictures(self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
+        pictures, snapshot = self._keys.named(self._pictures(snapshots, alerts, fresh)), snapshots[-1]
+        serious = any(alert.level != "info" for alert in fresh)
+        self.schedule.measured(pictures, snapshot.step, snapshot.seconds, serious)
 
     def draw(self, trainer: Any) -> None:
         """The pictures that have not been drawn, at the step of their measurement."""
         if self.schedule.undrawn is not None:
             pictures, step = self.schedule.undrawn
             self._loggers.draw(trainer, {key: picture.draw for key, picture in pictures.items()}, step)
-
-    def count(self, trainer: Any, alerts: Sequence[Alert], step: int) -> None:
-        """The number of alerts alone, when nothing was measured."""
-        if trainer.is_global_zero:
-            self._loggers.write(trainer, self._keys.named({ALERTS: float(len(alerts))}), step)
-
-    def skipped(self, trainer: Any, count: int, step: int) -> None:
-        """How many measurements were skipped so far, this one included."""
-        values = self._keys.named({SKIPPED: float(count)})
-        self._publish(trainer, values)
-        if trainer.is_global_zero:
-            self._loggers.write(trainer, values, step)
 
     def _registered(self) -> list[str]:
         """Metrics may have been unregistered, and processes of `ddp_spawn` start with a fresh registry."""

@@ -163,7 +163,8 @@ class World:
             and dist.distributed_c10d._get_default_group is DEFAULT_GROUP,
             "monitors": [
                 {
-                    "history": [snapshot.to_dict() for snapshot in monitor.snapshots],
+                    "history": [snapshot.to_dict() for snapshot in monitor.snapshots if snapshot.is_full],
+                    "vitals": [snapshot.to_dict()["vitals"] for snapshot in monitor.snapshots],
                     "probe": monitor.state_dict()["probe"],
                     "start": monitor.state_dict()["start"],
                     "validations": monitor.state_dict()["validations"],
@@ -412,9 +413,9 @@ def budget(world: World) -> dict[str, Any]:
 
 
 def share(world: World) -> dict[str, Any]:
-    """All, half, nothing for the first process; the second would rather do the opposite."""
+    """All, nothing, half for the first process; the second would rather do the opposite."""
     monitor = CurvatureMonitor(initial=False, eigenvalues=2)
-    plans = iter([1.0, 0.5, 0.0] if world.rank == 0 else [0.0, 0.0, 1.0])
+    plans = iter([1.0, 0.0, 0.5] if world.rank == 0 else [0.0, 1.0, 0.0])
     monitor._recorder.budget.plan = lambda: Plan(next(plans))  # type: ignore[method-assign]
     return world.fit(Lit(), monitor, epochs=3)
 

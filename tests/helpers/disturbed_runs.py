@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -83,16 +84,18 @@ class ApplyEvent(pl.Callback):
 def fit(
     folder: Any,
     epochs: int,
-    event: str | None = None,
+    event: str | Event | None = None,
     at: int = 0,
     checkpoint: Any = None,
     logger: Any = False,
+    seed: int = 0,
+    make: Callable[..., CurvatureMonitor] = CurvatureMonitor,
     **settings: Any,
 ) -> tuple[CurvatureMonitor, pl.Trainer]:
-    monitor = CurvatureMonitor(
-        nodes=[f"model.{node}" for node in NODES], eigenvalues=1, max_overhead=None, **{"heatmaps": False, **settings}
-    )
-    events = [] if event is None else [ApplyEvent(EVENTS[event], at)]
+    options = {"eigenvalues": 1, "max_overhead": None, "heatmaps": False, **settings}
+    monitor = make(nodes=[f"model.{node}" for node in NODES], **options)
+    found = EVENTS[event] if isinstance(event, str) else event
+    events = [] if found is None else [ApplyEvent(found, at)]
     trainer = pl.Trainer(
         default_root_dir=folder,
         max_epochs=epochs,
@@ -106,5 +109,5 @@ def fit(
         reload_dataloaders_every_n_epochs=1,
         log_every_n_steps=1000,
     )
-    trainer.fit(Lit(), ckpt_path=checkpoint)
+    trainer.fit(Lit(seed), ckpt_path=checkpoint)
     return monitor, trainer

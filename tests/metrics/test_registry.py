@@ -311,7 +311,7 @@ def test_metric_that_is_not_registered_any_more_is_skipped_with_a_warning() -> N
     metric = registry.register(registry.PairMetric(name="gone", title="gone", compute=lambda m: (m.gn_norm, m.gn_norm)))
     published: list[dict[str, float]] = []
     names = ["coupling", metric.name]
-    report = Report(names, False, False, "", False, lambda trainer, values: published.append(values))
+    report = Report(names, False, False, "", False, lambda trainer, values, stale: published.append(values))
     registry.unregister(metric.name)
     trainer = SimpleNamespace(is_global_zero=False)
     with pytest.warns(UserWarning, match="'gone' is not registered"):

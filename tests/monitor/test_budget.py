@@ -16,10 +16,11 @@ Costs = Callable[[random.Random], float]
 
 
 def budget_with(max_overhead: float | None, free: float = FREE_SECONDS) -> tuple[Budget, FakeClock]:
-    """In training since now."""
+    """In training since now, which has just begun: all of the free seconds may be spent."""
     clock = FakeClock()
     budget = Budget(max_overhead, free, clock)
     budget.start_training()
+    budget.reach(0.0)
     return budget, clock
 
 
@@ -214,3 +215,75 @@ def test_state_goes_through_a_checkpoint() -> None:
         for budget, clock in ((first, first_clock), (second, second_clock))
     ]
     assert runs[0].shares == runs[1].shares and first.state_dict() == second.state_dict()
+
+
+def whole_run(
+    budget: Budget, clock: FakeClock, cost: float, validations: int, interval: float, known: bool = True
+) -> list[float]:
+    """The shares of all validations; before the first step there is a full measurement."""
+    spend(budget, clock, cost, budget.plan())
+    shares = []
+    for i in range(1, validations + 1):
+        clock.advance(interval)
+        budget.reach(i / validations if known else None)
+        plan = budget.plan()
+        shares.append(plan.share)
+        if not plan.skips:
+            spend(budget, clock, plan.share * cost, plan)
+    return shares
+
+
+@pytest.mark.parametrize("validations", [4, 16, 100, 1000])
+@pytest.mark.parametrize("affordable", [0.5, 1.0, 2.0, 3.7, 10.0, 60.0, 5000.0])
+def test_measurements_are_spread_over_the_run(affordable: float, validations: int) -> None:
+    """One in every quarter, as far apart as possible, and one at the end; within the budget but for the last one."""
+    interval, cost = 10.0, 10.0 * validations * 0.05 / (affordable + 1)  # and the first one
+    budget, clock = budget_with(0.05, free=0.0)
+    shares = whole_run(budget, clock, cost, validations, interval)
+    measured = [i for i, share in enumerate(shares) if share]
+    assert shares[-1] >= MIN_SHARE
+    assert budget.measured <= 0.05 * budget.trained + MIN_SHARE * cost + 1e-6
+    if affordable >= 1.1:
+        quarters = {4 * i // validations for i in measured}
+        assert quarters == {0, 1, 2, 3}
+    if affordable >= 10:
+        assert sum(shares) >= min(0.85 * affordable - 1, 0.999 * validations)
+        gaps = [b - a for a, b in zip([-1, *measured], measured)]
+        assert max(gaps) <= 2 * min(gaps) + 1
+
+
+def test_the_intervals_grow_where_the_end_is_not_known() -> None:
+    budget, clock = budget_with(0.01)
+    shares = whole_run(budget, clock, cost=2.0, validations=2000, interval=10.0, known=False)
+    measured = [i for i, share in enumerate(shares) if share]
+    early, late = sum(i < 200 for i in measured), sum(i >= 1800 for i in measured)
+    assert early > 1.5 * late > 0
+    assert budget.measured <= 30.0 + 0.01 * budget.trained + 2.0
+
+
+def test_a_run_that_is_resumed_and_extended_is_planned_anew() -> None:
+    budget, clock = budget_with(0.05, free=0.0)
+    whole_run(budget, clock, cost=5.0, validations=20, interval=10.0)
+    shares = []
+    for i in range(21, 41):
+        clock.advance(10.0)
+        budget.reach(i / 40)
+        plan = budget.plan()
+        shares.append(plan.share)
+        if not plan.skips:
+            spend(budget, clock, plan.share * 5.0, plan)
+    assert shares[-1] > 0 and sum(share > 0 for share in shares[:10]) >= 1
+
+
+def test_hvps_of_vital_signs_have_a_share_of_their_own() -> None:
+    budget, clock = budget_with(0.05, free=100.0)
+    assert not budget.affords_sharpness  # nothing is known about their cost
+    spend(budget, clock, 10.0, budget.plan())
+    taken = 0
+    for _ in range(1000):
+        clock.advance(10.0)
+        with_sharpness = budget.affords_sharpness
+        taken += with_sharpness
+        with budget.taking_vital_signs(with_sharpness):
+            clock.advance(0.4 if with_sharpness else 0.01)
+    assert budget.vital_seconds <= 0.006 * budget.trained and taken >= 80

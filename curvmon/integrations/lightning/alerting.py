@@ -40,7 +40,7 @@ class TrainingSignals:
 
         Lightning divides the loss by the number of batches whose gradients are accumulated.
         """
-        self._rate = max(self._rate, _largest_rate(optimizers, on_host=True))
+        self._rate = max(self._rate, largest_rate(optimizers, on_host=True))
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             return
@@ -51,12 +51,12 @@ class TrainingSignals:
     def collect(self, optimizers: Iterable[Any]) -> tuple[float, float]:
         """(learning rate, mean loss), then starts again; not finite where there was none."""
         mean = math.nan if self._sum is None else self._sum.item() / self._count
-        rate = max(self._rate, _largest_rate(optimizers, on_host=False))
+        rate = max(self._rate, largest_rate(optimizers, on_host=False))
         self._sum, self._count, self._rate = None, 0, -math.inf
         return rate, mean
 
 
-def _largest_rate(optimizers: Iterable[Any], on_host: bool) -> float:
+def largest_rate(optimizers: Iterable[Any], on_host: bool) -> float:
     """-inf if there is none; `on_host`: without those that are tensors on a device, which would need a transfer."""
     rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     # a custom optimizer may keep anything there

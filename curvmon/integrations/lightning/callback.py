@@ -92,7 +92,7 @@ class CurvatureMonitor(CallbackBase):
         probe_size: int = 32,
         probe_batches: int = 1,
         data: Literal["val", "train"] = "val",
-        every_n_validations: int = 1,
+        every_n_validations: Optional[int] = 1,  # noqa: UP045
         every_n_train_steps: Optional[int] = None,  # noqa: UP045
         initial: bool = True,
         loss: Optional[Callable] = None,  # type: ignore[type-arg]  # noqa: UP045
@@ -264,18 +264,20 @@ class CurvatureMonitor(CallbackBase):
             self._on_validated(trainer, pl_module, step=max(0, batches_that_stepped(trainer) - 1))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._recorder.end_training(trainer)
+        if self._active and self._ranks is not None:
+            self._recorder.end_training(trainer, pl_module, self._ranks, batches_that_stepped(trainer))
 
     def _on_validated(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
         self._validations += 1
-        due = self._validations % self._every_n_validations == 0
-        if due and (trainer.global_step != self._measured_at or trainer.global_step == 0):
-            self._measure(trainer, pl_module, step=step)
+        every = self._every_n_validations
+        due = every is not None and self._validations % every == 0
+        if trainer.global_step != self._measured_at or trainer.global_step == 0:
+            self._measure(trainer, pl_module, step=step, due=due)
 
-    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
+    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, due: bool = True) -> None:
         assert self._ranks is not None
         self._measured_at = trainer.global_step
-        self._active = self._recorder.measure(trainer, pl_module, self._ranks, step)
+        self._recorder.measure(trainer, pl_module, self._ranks, step, due=due)
 
     # ---- checkpoints ----
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,12 +113,40 @@ def attached_trainer(module: Any) -> Any:
     return getattr(module, "_trainer", None)
 
 
-def publish(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
+def publish(trainer: pl.Trainer, scalars: Mapping[str, float], stale: Iterable[str] = ()) -> None:
     """Into `callback_metrics`, on every process: what EarlyStopping and ModelCheckpoint can monitor.
 
     The dict behind that property: the property itself computes the epoch's metrics at once, and what the module adds
     to them in its own `on_train_epoch_end` would be missing from its log.
+
+    A stale value is removed; `EarlyStopping(strict=False)` waits then. A ModelCheckpoint would raise, so what it
+    monitors becomes NaN, which it takes for worse than any number.
     """
     metrics = getattr(getattr(trainer, "_logger_connector", None), "_callback_metrics", None)
     metrics = trainer.callback_metrics if metrics is None else metrics
     metrics.update({key: torch.tensor(value) for key, value in scalars.items()})
+    needed = {getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks}
+    for key in stale:
+        if key in needed:
+            metrics[key] = torch.tensor(float("nan"))
+        else:
+            metrics.pop(key, None)
+
+
+def progress_of(trainer: pl.Trainer) -> float | None:
+    """The share of the run that is done; None if the run has no end of its own."""
+    shares = []
+    if trainer.max_steps is not None and trainer.max_steps > 0:
+        shares.append(trainer.global_step / trainer.max_steps)
+    batches = trainer.num_training_batches
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and 0 < batches < float("inf"):
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        shares.append((trainer.current_epoch + min(1.0, done / batches)) / trainer.max_epochs)
+    return min(1.0, max(shares)) if shares else None
+
+
+def say(trainer: pl.Trainer, text: str) -> None:
+    """To where Lightning's own messages go, once for all processes."""
+    if trainer.is_global_zero:
+        package = type(trainer).__module__.removesuffix(".trainer.trainer")
+        logging.getLogger(f"{package}.callbacks.curvmon").info(text)

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from curvmon.errors import warn
-from curvmon.integrations.lightning.alerting import Alerting
-from curvmon.integrations.lightning.compatibility import check_nodes
+from curvmon.integrations.lightning.alerting import Alerting, largest_rate
+from curvmon.integrations.lightning.compatibility import check_nodes, progress_of, say
 from curvmon.integrations.lightning.training_step import isolated_step, step_loss
 from curvmon.monitor.budget import Budget, Plan
 from curvmon.monitor.fallbacks import RESPONSES, Failure
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner, Target
 from curvmon.monitor.process_group import Ranks
+from curvmon.monitor.vital_signs import PROBE_LOSS
 from curvmon.records import Alert, Snapshot
 from curvmon.reporting.console import progress
 from curvmon.reporting.reporter import Report
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
-
-log = logging.getLogger("curvmon")
 
 
 class Recorder:
@@ -55,6 +54,11 @@ class Recorder:
         self.alerting = alerting
         self.report = report
         self._loss = loss
+        self.counts = {"validations": 0, "full": 0}
+        self._measures = True
+        """False once it is clear that this run cannot be measured: vital signs go on"""
+        self._skipped_last = False
+        self._has_introduced_itself = False
         self._warned: set[str] = set()
 
     @property
@@ -77,10 +81,25 @@ class Recorder:
         self.budget.start_training()
         self.report.schedule.start()
 
-    def end_training(self, trainer: pl.Trainer) -> None:
-        """The last measurement always has pictures."""
+    def end_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule, ranks: Ranks, step: int) -> None:
+        """Every run ends with a measurement, and the last one has pictures."""
+        if self._skipped_last:  # the run has ended earlier than expected, or its end was not known
+            self.measure(trainer, pl_module, ranks, step, ends=True)
         if self.report.schedule.undrawn is not None:
             self._draw(trainer)
+        if self.counts["validations"]:
+            say(trainer, f"curvmon: {self._summary()}")
+
+    def _summary(self) -> str:
+        full, count = self.counts["full"], self.counts["validations"]
+        raised = len(self.alerting.alerts)
+        parts = [
+            f"measured {full} of {count} in full",
+            f"{count} vital signs",
+            f"{raised} alert{'' if raised == 1 else 's'}",
+        ]
+        parts += [f"overhead {100 * self.budget.overhead:.1f} %"] if self.budget.trained else []
+        return ", ".join(parts)
 
     def start_validation(self) -> None:
         self.runner.probe.start_validation()
@@ -98,55 +117,96 @@ class Recorder:
         """Fewer samples have been captured than the probe batch should have."""
         return self.runner.probe.is_short()
 
-    def measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule, ranks: Ranks, step: int) -> bool:
-        """Called by all ranks together; False if the run cannot be measured.
+    def measure(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        ranks: Ranks,
+        step: int,
+        *,
+        due: bool = True,
+        ends: bool = False,
+    ) -> None:
+        """Vital signs, and a measurement if it is due and the budget has one. Called by all ranks together.
 
         Args:
             trainer: whose loggers and `callback_metrics` get the values.
             pl_module: the model.
             ranks: of the run.
             step: on the x-axis of the loggers.
+            due: more than vital signs, if the budget allows.
+            ends: the run does not go on.
         """
-        plan: Plan = ranks.broadcast(self.budget.plan())
-        if plan.skips:
-            self.budget.skip()
-            self._skip(trainer, step)
-            return True
-        last = self.history.last
         target = self._target(trainer, pl_module)
+        self.budget.reach(1.0 if ends else progress_of(trainer))
+        due = due and self._measures
+        plan: Plan = ranks.broadcast(self.budget.plan() if due else Plan(0.0))
+        self._skipped_last = due and plan.skips
+        with_sharpness: bool = ranks.broadcast(plan.skips and self.budget.affords_sharpness)
+        with self.budget.taking_vital_signs(with_sharpness):
+            signs = self.runner.vital_signs(
+                target, ranks, warn=self.warn, with_loss=plan.skips, with_sharpness=with_sharpness
+            )
+        rate = largest_rate(trainer.optimizers, on_host=True)
+        signs = replace(signs, learning_rate=rate if math.isfinite(rate) else math.nan)
+        snapshot = Snapshot(step=step, epoch=trainer.current_epoch, vitals=signs)
+        if self._skipped_last:
+            self.budget.skip()
+            self._say_skipped(trainer)
+        if plan.skips or any(name != PROBE_LOSS for name in signs.not_finite):
+            reason = _not_finite(signs.not_finite, pl_module)
+            if reason is not None:
+                self.warn(f"not measured: {reason}; training goes on", "diverged")
+            self._record(trainer, pl_module, ranks, snapshot, reason)
+            return
+        last = self.history.last_full
         with self.budget.measuring(), progress(trainer, None if last is None else last.hvps) as on_product:
             outcome = self.runner.run(
                 target, ranks, warn=self.warn, share=plan.share, is_first=last is None, on_product=on_product
             )
         if outcome.succeeded:
             self.budget.update_estimate(plan)
+        else:
+            with self.budget.taking_vital_signs(False):
+                loss = self.runner.vital_signs(target, ranks, warn=self.warn, with_loss=True).loss
+            snapshot = replace(snapshot, vitals=replace(signs, loss=loss))
+        snapshot = replace(snapshot, measurement=outcome.measurement, spectrum=outcome.spectrum)
+        failure, reason = outcome.failure, None
+        if failure is not None and failure.kind == "diverged" and (last is None or last.spectrum is not None):
+            # perhaps the Hessian w.r.t. the parameters alone
+            reason = failure.message
+        if failure is not None and not outcome.succeeded:
+            reason = failure.message if failure.kind == "diverged" else None
+            self._failed(failure)
+        self._record(trainer, pl_module, ranks, snapshot, reason, self.budget.last_seconds)
+        if self.report.schedule.due:
+            self._draw(trainer)
+
+    def _record(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        ranks: Ranks,
+        snapshot: Snapshot,
+        not_finite: str | None,
+        seconds: float = 0.0,
+    ) -> None:
+        """History, alerts and loggers; `not_finite`: why something could not be measured."""
         # before the first step there is no training time to compare with
         overhead = self.budget.overhead if trainer.global_step else float("nan")
         with self.budget.reporting():
-            seconds, overhead, skipped = ranks.broadcast((self.budget.last_seconds, overhead, self.budget.skipped))
-            failure = outcome.failure
-            if failure is not None and not outcome.succeeded:
-                return self._failed(trainer, failure, ranks, step)
-            snapshot = Snapshot(
-                step=step,
-                epoch=trainer.current_epoch,
-                measurement=outcome.measurement,
-                spectrum=outcome.spectrum,
-                seconds=seconds,
-                overhead=overhead,
-                skipped=skipped,
-            )
+            seconds, overhead, skipped = ranks.broadcast((seconds, overhead, self.budget.skipped))
+            snapshot = replace(snapshot, seconds=seconds, overhead=overhead, skipped=skipped)
             self._compare_nodes(snapshot)
             fresh = self.alerting.update(trainer, pl_module, snapshot, list(self.history), ranks)
-            if failure is not None and failure.kind == "diverged" and (last is None or last.spectrum is not None):
-                # the Hessian w.r.t. the parameters is not finite, although that between layers still is
-                fresh += self.alerting.diverged(failure.message, step, snapshot.epoch, ranks)
+            if not_finite is not None:
+                fresh += self.alerting.diverged(not_finite, snapshot.step, snapshot.epoch, ranks)
             self.history.append(replace(snapshot, alerts=len(self.alerting.alerts)))
+            self.counts["validations"] += 1
+            self.counts["full"] += snapshot.is_full
             self.report.write(trainer, list(self.history), self.alerting.alerts, fresh)
             self.alerting.deliver(trainer, fresh)
-        if self.report.schedule.due:
-            self._draw(trainer)
-        return True
+        self._introduce(trainer)
 
     def _draw(self, trainer: pl.Trainer) -> None:
         before = self.budget.measured
@@ -164,14 +224,28 @@ class Recorder:
             isolation=partial(isolated_step, trainer, pl_module),
         )
 
-    def _skip(self, trainer: pl.Trainer, step: int) -> None:
-        """Log that a point is missing; the first time also say why."""
-        self.report.skipped(trainer, self.budget.skipped, step)
-        if self.budget.skipped == 1 and trainer.is_global_zero:
-            log.info(
-                "curvmon skips measurements to stay within max_overhead=%g of the training time beyond 30 s; "
-                "max_overhead=None measures at every validation, fewer eigenvalues and fewer nodes make it cheaper",
-                self.budget.max_overhead,
+    def _introduce(self, trainer: pl.Trainer) -> None:
+        """One line on what is measured, how often, and where it goes, once the first measurement has been timed."""
+        stride, last = self.budget.stride, self.history.last_full
+        if self._has_introduced_itself or last is None or not trainer.global_step:
+            return
+        self._has_introduced_itself = True
+        often = "as often as the budget allows" if stride is None else "in every validation"
+        if stride is not None and stride > 1:
+            often = f"in about every {_ordinal(stride)} validation"
+        nodes = () if last.measurement is None else last.measurement.nodes
+        parts = [f"{len(nodes)} layers ({', '.join(nodes)})"] if nodes else []
+        parts += [self.runner.probe.description, f"full measurements {often}"]
+        parts += [type(logger).__name__ for logger in trainer.loggers] or ["no logger"]
+        say(trainer, f"curvmon: {', '.join(part for part in parts if part)}")
+
+    def _say_skipped(self, trainer: pl.Trainer) -> None:
+        if self.budget.skipped == 1:
+            say(
+                trainer,
+                f"curvmon: to stay within max_overhead={self.budget.max_overhead} of the training time, not every "
+                "validation has a full measurement; the others have vital signs. max_overhead=None measures in every "
+                "one, fewer eigenvalues and fewer nodes make it cheaper",
             )
 
     def _compare_nodes(self, snapshot: Snapshot) -> None:
@@ -182,21 +256,15 @@ class Recorder:
                 "values of pairs before and after are not comparable"
             )
 
-    def _failed(self, trainer: pl.Trainer, failure: Failure, ranks: Ranks, step: int) -> bool:
-        """One warning for each kind of error; False if the run cannot be measured."""
-        if failure.kind == "diverged":
-            fresh = self.alerting.diverged(failure.message, step, trainer.current_epoch, ranks)
-            if fresh:
-                self.report.count(trainer, self.alerting.alerts, step)
-            self.alerting.deliver(trainer, fresh)
-        retry_later = RESPONSES[failure.kind].retry_later
-        if retry_later:
+    def _failed(self, failure: Failure) -> None:
+        """One warning for each kind of error."""
+        self._measures = RESPONSES[failure.kind].retry_later
+        if self._measures:
             self.warn(
                 f"not measured: {failure.message}. Training goes on; the next validation measures again", failure.kind
             )
         else:
-            self.warn(f"not measured: {failure.message}. This run is not monitored any more; training goes on")
-        return retry_later
+            self.warn(f"not measured: {failure.message}. Only vital signs from here on; training goes on")
 
     def warn(self, message: str, kind: str | None = None) -> None:
         """Once for each kind; by default every message is a kind of its own."""
@@ -208,6 +276,7 @@ class Recorder:
         return {
             "history": self.history.state_dict(),
             "budget": self.budget.state_dict(),
+            "counts": dict(self.counts),
             **self.runner.state_dict(),
             **self.alerting.state_dict(),
         }
@@ -219,5 +288,24 @@ class Recorder:
         history.load_state_dict(state["history"])
         budget.load_state_dict(state["budget"])
         runner.load_state_dict(state)
+        counts = dict(state["counts"])
         self.alerting.load_state_dict(state)
         self.history, self.budget, self.runner = history, budget, runner
+        self.counts = counts
+
+
+def _not_finite(names: Sequence[str], pl_module: pl.LightningModule) -> str | None:
+    """What is NaN or infinite; None if nothing is."""
+    if not names:
+        return None
+    first, others = names[0], len(names) - 1
+    if first != PROBE_LOSS:
+        kind = "parameter" if first in dict(pl_module.named_parameters()) else "buffer"
+        first = f"{kind} {first!r}"
+    more = f" and {others} more are" if others else " is"
+    return f"{first}{more} not finite: training has diverged"
+
+
+def _ordinal(n: int) -> str:
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"

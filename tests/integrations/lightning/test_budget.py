@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -56,24 +57,29 @@ def test_a_run_stays_within_its_budget() -> None:
     assert 0 < run.spent <= FREE_SECONDS + 0.1 * run.trained + max(s.seconds for s in run.snapshots)
     assert sum(s.seconds for s in run.snapshots) == pytest.approx(run.spent)
     last = run.snapshots[-1]
-    assert last.skipped > 0 and len(run.snapshots) < 31
+    assert last.skipped > 0 and len(run.snapshots) == 31 and last.is_full
+    assert sum(s.is_full for s in run.snapshots) == 31 - last.skipped
+    assert all(math.isfinite(s.loss) for s in run.snapshots)
     # over the training time until then, measuring excluded
     assert last.overhead == pytest.approx(run.spent / (4.0 * (last.epoch + 1)))
 
 
 def test_a_measurement_that_does_not_fit_takes_fewer_products(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="curvmon")
+    caplog.set_level("INFO", logger="pytorch_lightning.callbacks.curvmon")
     full = Run(1.0, epochs=1, eigenvalues=0, max_overhead=None).snapshots[0]
     assert full.measurement is not None and full.seconds == full.measurement.hvps
     run = Run(1.0, epochs=3, eigenvalues=0, max_overhead=0.0, free=1.75 * full.seconds)
-    first, second = run.monitor.history
+    first, second, last = run.monitor.history
     assert first.hvps == full.measurement.hvps
-    assert second.hvps <= round(0.75 * first.hvps) < first.hvps and second.resonance.isfinite().all()
-    assert run.budget.skipped == 2
-    # logged at the validation that was skipped, not at the next measurement, which may never come
-    assert run.trainer.callback_metrics["curvmon/skipped"] == 2
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "curvmon"]
-    assert said.startswith("curvmon skips measurements to stay within max_overhead=0 of")
+    for smaller in (second, last):
+        assert smaller.hvps <= round(0.75 * first.hvps) < first.hvps and smaller.resonance.isfinite().all()
+    assert run.budget.skipped == 1
+    assert run.trainer.callback_metrics["curvmon/skipped"] == 1
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("curvmon")]
+    assert any(text.startswith("curvmon: to stay within max_overhead=0 of") for text in said)
+    assert (
+        said[-1] == "curvmon: measured 3 of 4 in full, 4 vital signs, 0 alerts, overhead " + said[-1].split()[-2] + " %"
+    )
 
 
 def test_short_runs_are_measured_in_full() -> None:

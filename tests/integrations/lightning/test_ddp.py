@@ -336,9 +336,13 @@ def test_training_is_the_same_to_the_last_bit(worlds: Any) -> None:
 
 def test_the_first_process_decides_what_the_budget_allows(worlds: Any) -> None:
     ranks = worlds(2, "budget")
-    assert [len(one["monitors"][0]["history"]) for one in ranks] == [1, 1]
-    assert [one["monitors"][0]["skipped"] for one in ranks] == [2, 2]
-    assert [one["metrics"]["curvmon/skipped"] for one in ranks] == [2, 2]
+    # the first and the last
+    assert [len(one["monitors"][0]["history"]) for one in ranks] == [2, 2]
+    assert [one["monitors"][0]["skipped"] for one in ranks] == [1, 1]
+    assert [one["metrics"]["curvmon/skipped"] for one in ranks] == [1, 1]
+    vitals = [one["monitors"][0]["vitals"] for one in ranks]
+    assert len(vitals[0]) == 3 and same(vitals[0], vitals[1])
+    assert all(math.isfinite(signs["loss"]) for signs in vitals[0])
     ranks = worlds(2, "share")
     full, half = ranks[0]["monitors"][0]["history"]
     assert same(ranks[0]["monitors"][0]["history"], ranks[1]["monitors"][0]["history"])
