@@ -33,18 +33,7 @@ LAYERS = [
 """a package may import itself and those before it"""
 OUTSIDE = {"__init__", "version", "closed_form"}
 """the entrance, the version, and formulas that nothing else needs"""
-TORCH_ONLY = {
-    "errors",
-    "numerics",
-    "records",
-    "isolation",
-    "graph",
-    "operators",
-    "pairs",
-    "spectrum",
-    "pulse",
-    "alerts",
-}
+TORCH_ONLY = {*LAYERS[: LAYERS.index("pulse") + 1], "alerts"}
 LIGHTNING = {"pytorch_lightning", "lightning", "lightning_utilities", "lightning_fabric", "transformers"}
 MOST_LINES = 350
 

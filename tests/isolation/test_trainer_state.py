@@ -123,7 +123,7 @@ def test_step_that_steps_its_optimizer_is_refused(wrapped: bool) -> None:
     alone = run(steps)
     with pytest.warns(UserWarning, match="steps its optimizer, which a measurement must not; pass loss=") as record:
         assert not differences(alone, run(steps, monitor))
-    assert len([w for w in record if "curvmon" in str(w.message)]) == 1 and not monitor.snapshots
+    assert len([w for w in record if "curvmon" in str(w.message)]) == 1 and not monitor.history
 
 
 def test_stop_requested_during_measurement_is_kept() -> None:

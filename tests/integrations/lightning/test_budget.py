@@ -76,7 +76,7 @@ def test_a_measurement_that_does_not_fit_takes_fewer_products(caplog: pytest.Log
     assert run.budget.skipped == 1
     assert run.trainer.callback_metrics["curvmon/skipped"] == 1
     said = [record.getMessage() for record in caplog.records if record.name.endswith("curvmon")]
-    assert any(text.startswith("curvmon: to stay within max_overhead=0 of") for text in said)
+    assert any(text.startswith("curvmon: to stay within max_overhead=0.0 of") for text in said)
     assert (
         said[-1] == "curvmon: measured 3 of 4 in full, 4 vital signs, 0 alerts, overhead " + said[-1].split()[-2] + " %"
     )
