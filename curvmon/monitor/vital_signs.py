@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvmon.alerts.context import has_norm
+from curvmon.alerts.context import has_norm, norm_dtype
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.isolation.model_state import isolated, own_copy, reseed
 from curvmon.monitor.fallbacks import is_out_of_memory
@@ -26,6 +26,8 @@ from curvmon.spectrum.findings import Findings
 from curvmon.spectrum.warm_sharpness import warm_sharpness
 
 PROBE_LOSS = "the loss of the probe batch"
+MOST_COPIED = 2**27
+"""entries of parameters and buffers that are copied to the host for the norm of an update"""
 
 
 def probe_loss(model: nn.Module, batches: Sequence[Any], loss: Loss) -> float:
@@ -85,31 +87,36 @@ class VitalSignsTaker:
 
 
 class TensorNorms:
-    """Norms of the parameters and buffers of a model, and of the last update, with one copy to the host."""
+    """Norms of the trainable parameters and of their last update, and what is not finite."""
 
     def __init__(self) -> None:
         self._before: dict[str, Tensor] = {}
+        """the parameters at the last look, on the host"""
         self._usually_infinite: set[str] | None = None
         """names of buffers, attention masks for example"""
 
+    @torch.no_grad()
     def look(self, model: nn.Module) -> tuple[float, float, tuple[str, ...]]:
-        """Norm of the trainable parameters, norm of their change since the last look, and what is not finite."""
-        parameters = {name: p for name, p in model.named_parameters() if has_norm(p)}
+        """Norm of the parameters, norm of their change since the last look, and names of what is not finite."""
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and has_norm(p)}
         buffers = {name: b for name, b in model.named_buffers() if has_norm(b)}
-        values = _on_host({**parameters, **buffers})
-        now = {name: values[name] for name, p in parameters.items() if p.requires_grad}
-        before, self._before = self._before, now
-        update_norm = math.nan
-        if now and all(name in before and before[name].shape == value.shape for name, value in now.items()):
-            update_norm = math.hypot(*(norm(value - before[name]) for name, value in now.items()))
-        odd = {name for name, value in values.items() if not math.isfinite(value.sum()) and not value.isfinite().all()}
+        tensors, update_norm = {**parameters, **buffers}, math.nan
+        if sum(tensor.numel() for tensor in tensors.values()) <= MOST_COPIED:
+            values = _on_host(tensors)
+            norms = {name: norm(value) for name, value in values.items()}
+            now = {name: values[name] for name in parameters}
+            before, self._before = self._before, now
+            if now and all(name in before and before[name].shape == value.shape for name, value in now.items()):
+                update_norm = math.hypot(*(norm(value - before[name]) for name, value in now.items()))
+        else:
+            norms = _norms_on_device(tensors)
+        odd = {name for name, size in norms.items() if not math.isfinite(size)}
         if self._usually_infinite is None:
             self._usually_infinite = odd - parameters.keys()
-        not_finite = [name for name in values if name in odd - self._usually_infinite]
-        return math.hypot(*(norm(value) for value in now.values())), update_norm, tuple(not_finite)
+        not_finite = tuple(name for name in tensors if name in odd - self._usually_infinite)
+        return math.hypot(*(norms[name] for name in parameters)), update_norm, not_finite
 
 
-@torch.no_grad()
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies, flat, with one transfer from every device."""
     values: dict[str, Tensor] = {}
@@ -118,3 +125,8 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.cat(list(own.values())).to("cpu", copy=True)
         values.update(zip(own, torch.split(flat, [len(tensor) for tensor in own.values()])))
     return {name: values[name] for name in tensors}
+
+
+def _norms_on_device(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    sizes = [torch.linalg.vector_norm(x, dtype=norm_dtype(x)) for x in tensors.values()]
+    return dict(zip(tensors, torch.stack([size.float().to(sizes[0].device) for size in sizes]).tolist()))
