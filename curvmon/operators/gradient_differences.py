@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class DifferenceOperator(ParameterOperator):
         super().__init__(losses, parameters, originals, *args, **kwargs)
         self._in_batches.width = 1
 
-    @property
+    @cached_property
     def first_step(self) -> float:
         """Large enough that θ + ε z differs from θ in single precision."""
         root = math.sqrt(torch.finfo(self.template.dtype).eps)
@@ -153,7 +154,7 @@ class DifferenceOperator(ParameterOperator):
             tried[step] = curvature / (2 * step * straight) if straight else math.inf
             self.step = min(tried, key=lambda each: tried[each])
             images = {self.step: images[self.step]}
-            step = _next_step(tried, self.first_step)
+            step = None if tried[self.step] <= GOOD else _next_step(tried, self.first_step)
         assert self.step is not None
         self.relative_error = tried[self.step]
         self._spend(2 * len(tried) - 1)
@@ -280,9 +281,9 @@ def _in_one_tensor(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _next_step(tried: Mapping[float, float], first: float) -> float | None:
-    """From the errors of one or two steps. None if the best is good enough, or no other promises to be better."""
+    """From the errors of one or two steps, none of them good enough. None if no other promises to be better."""
     best = min(tried, key=lambda step: tried[step])
-    if tried[best] <= GOOD or len(tried) >= MOST_STEPS:
+    if len(tried) >= MOST_STEPS:
         return None
     if len(tried) == 1:
         return best / FACTOR if 0.5 < best / first < 2 else first

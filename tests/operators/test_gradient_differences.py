@@ -459,6 +459,5 @@ def test_the_step_is_chosen_from_few() -> None:
         step = gradient_differences._next_step(tried, 3e-3)
     assert len(tried) == 3
     assert min(tried.values()) == pytest.approx(2 * (a * b) ** 0.5)
-    assert gradient_differences._next_step({1e-3: 1e-3}, 3e-3) is None
     # that of the last measurement is not good any more: the usual first one is next
     assert gradient_differences._next_step({1e-4: 1e-2}, 3e-3) == 3e-3
