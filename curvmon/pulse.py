@@ -94,10 +94,8 @@ def _flat(step: Any, operator: ParameterOperator) -> Tensor:
         raise InputError("step must be a list of tensors, one for every trainable parameter")
     given = [tuple(part.shape) for part in step]
     if given != shapes:
-        first = next(
-            (i for i, pair in enumerate(zip(given, shapes)) if pair[0] != pair[1]), min(len(given), len(shapes))
-        )
-        where = f"; the first that differs is {operator.names[first]}" if first < len(operator.names) else ""
+        differing = [name for name, a, b in zip(operator.names, given, shapes) if a != b]
+        where = f"; the first that differs is {differing[0]}" if differing else ""
         count = f"{len(given)} tensors, which do not fit the {len(shapes)} trainable parameters of the model"
         raise InputError(f"step has {count}{where}")
     u = torch.cat([part.detach().reshape(-1).to(operator.template) for part in step])

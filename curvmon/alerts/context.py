@@ -85,9 +85,15 @@ def context_values(
     ]
     named = [(source, tensor) for source, tensor in named if has_norm(tensor) and tensor.numel() >= MIN_ENTRIES]
     if named:
-        norms = [torch.linalg.vector_norm(tensor.detach(), dtype=norm_dtype(tensor)) for _, tensor in named]
-        # one transfer for all of them
-        values.update(zip((source for source, _ in named), torch.stack([n.to(norms[0]) for n in norms]).tolist()))
+        values.update(zip((source for source, _ in named), norms_at_once([tensor for _, tensor in named])))
+    return values
+
+
+@torch.no_grad()
+def norms_at_once(tensors: Sequence[Tensor]) -> list[float]:
+    """Of tensors that have one, computed where they are, with one transfer for all of them."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=_norm_dtype(tensor)) for tensor in tensors]
+    values: list[float] = torch.stack([n.to(norms[0]) for n in norms]).tolist()
     return values
 
 
@@ -104,7 +110,7 @@ def has_norm(tensor: Tensor) -> bool:
     return tensor.element_size() > 1
 
 
-def norm_dtype(tensor: Tensor) -> torch.dtype:
+def _norm_dtype(tensor: Tensor) -> torch.dtype:
     """Norms of half-precision tensors overflow in half precision."""
     return torch.promote_types(tensor.dtype, torch.float32)
 

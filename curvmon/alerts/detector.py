@@ -154,10 +154,7 @@ class Detector:
             self.deviations = self._deviations(features)
             self._restart(features)
             return None
-        change = self._detect(features, has_cause)
-        if change is not None:
-            self.deviations = change.deviations
-        return change
+        return self._detect(features, has_cause)
 
     def _detect(self, features: list[Feature], has_cause: bool) -> Change | None:
         deviations = self.deviations = self._deviations(features)
@@ -167,7 +164,7 @@ class Detector:
         if self._candidate is not None:
             self._reject(self._deviations(self._candidate))
             self._append_candidate()
-            deviations = self._deviations(features)
+            deviations = self.deviations = self._deviations(features)
         significance = self.significance(deviations)
         if significance >= 1 or (has_cause and self._exceeds_with_cause(deviations)):
             self._restart(features)

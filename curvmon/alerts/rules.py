@@ -190,12 +190,8 @@ class RuleChecker:
         ]
 
     def _loss_explosion(self, snapshot: Snapshot) -> Violation | None:
-        limit, loss, recent, first = (
-            self._rules.loss_explosion,
-            snapshot.loss,
-            self._recent_losses,
-            self._first_loss,
-        )
+        limit, loss = self._rules.loss_explosion, snapshot.loss
+        recent, first = self._recent_losses, self._first_loss
         if limit is None or first is None or not math.isfinite(loss) or min(*recent, first) <= 0:
             return None
         largest = max(recent)

@@ -129,14 +129,9 @@ class Budget:
     def plan(self) -> Plan:
         """What the next measurement may cost. Until one succeeds: a full one, if there is any time left."""
         at, interval, last, has_end = astuple(self._position)
-        trained, free = self.trained, self._free_seconds
+        left = self._seconds_left()
         if self.max_overhead is None or self.measured <= self.vital_seconds:
             return Plan(1.0)
-        if not has_end:
-            free *= trained / (trained + FREE_UNTIL)
-        elif at > 0:
-            trained /= at  # expected for the whole run
-        left = free + self.max_overhead * trained - self.measured
         if self._full_seconds is None:
             return Plan(1.0 if left > 0 else 0.0)
         n = left / self._full_seconds if self._full_seconds else math.inf
@@ -145,7 +140,7 @@ class Budget:
         if at + interval / 2 >= 1:  # the next validation would come after the end
             return Plan(min(1.0, max(MIN_SHARE, n)))
         remaining = 1 - last
-        share = min(1.0, max(MIN_SHARE, n / (QUARTERS * remaining)))
+        share = _share(n, remaining)
         is_due = n / share * (at - last + interval / 2) >= remaining
         return Plan(share if is_due and n >= share else 0.0)
 
@@ -157,11 +152,19 @@ class Budget:
             return 1
         if not has_end or not at * interval or self._full_seconds is None:
             return None
-        left = self._free_seconds + self.max_overhead * self.trained / at - self.measured
-        n = left / self._full_seconds if self._full_seconds else math.inf
-        remaining = 1 - min(last, at)
-        measurements = max(1.0, n, min(QUARTERS * remaining, n / MIN_SHARE))
-        return max(1, round(remaining / interval / measurements)) if remaining else 1
+        n, remaining = self._seconds_left() / self._full_seconds if self._full_seconds else math.inf, 1 - last
+        return max(1, round(remaining / interval / max(1.0, n / _share(n, remaining)))) if remaining else 1
+
+    def _seconds_left(self) -> float:
+        """For measuring, in the whole run where its end is known; inf without a limit."""
+        trained, free, position = self.trained, self._free_seconds, self._position
+        if self.max_overhead is None:
+            return math.inf
+        if not position.has_end:
+            free *= trained / (trained + FREE_UNTIL)
+        elif position.at > 0:
+            trained /= position.at  # expected
+        return free + self.max_overhead * trained - self.measured
 
     @property
     def affords_sharpness(self) -> bool:
@@ -230,3 +233,8 @@ class Budget:
         self.skipped, self._full_seconds = state["skipped"], state["full_seconds"]
         self.vital_seconds, self._sharpness_seconds = state["vital_seconds"], state["sharpness_seconds"]
         self._position = Position(**state["position"])
+
+
+def _share(n: float, remaining: float) -> float:
+    """Of the HVPs of a full measurement, where n full ones are left: one in every quarter of the run, if possible."""
+    return min(1.0, max(MIN_SHARE, n / (QUARTERS * remaining)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvmon.alerts.context import has_norm, norm_dtype
+from curvmon.alerts.context import has_norm, norms_at_once
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.isolation.model_state import isolated, own_copy, reseed
 from curvmon.monitor.fallbacks import is_out_of_memory
@@ -109,7 +109,7 @@ class TensorNorms:
             if now and all(name in before and before[name].shape == value.shape for name, value in now.items()):
                 update_norm = math.hypot(*(norm(value - before[name]) for name, value in now.items()))
         else:
-            norms = _norms_on_device(tensors)
+            norms = dict(zip(tensors, norms_at_once(list(tensors.values()))))
         odd = {name for name, size in norms.items() if not math.isfinite(size)}
         if self._usually_infinite is None:
             self._usually_infinite = odd - parameters.keys()
@@ -125,8 +125,3 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         flat = torch.cat(list(own.values())).to("cpu", copy=True)
         values.update(zip(own, torch.split(flat, [len(tensor) for tensor in own.values()])))
     return {name: values[name] for name in tensors}
-
-
-def _norms_on_device(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    sizes = [torch.linalg.vector_norm(x, dtype=norm_dtype(x)) for x in tensors.values()]
-    return dict(zip(tensors, torch.stack([size.float().to(sizes[0].device) for size in sizes]).tolist()))

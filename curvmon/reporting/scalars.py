@@ -17,7 +17,7 @@ from curvmon.metrics.registry import PairMetric, pair_metric, pair_metric_names,
 from curvmon.records import Measurement, Snapshot
 
 Value = TypeVar("Value")
-ALERT, ALERTS, SKIPPED = "curvmon/alert", "curvmon/alerts", "curvmon/skipped"
+ALERT = "curvmon/alert"
 BY_DISTANCE, EIGENVALUES = "by_distance", "spectrum"
 """pictures, apart from the heatmaps"""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from curvmon.operators.gradient_differences import DifferenceOperator
+from curvmon.operators.parameter_hessian import ParameterOperator
+
 
 @dataclass
 class Findings:
@@ -26,6 +29,12 @@ class Findings:
     differences_failed: bool = False
     verdict: str | None = None
     step: float | None = None
+
+    def prepare(self, operator: ParameterOperator) -> None:
+        """Let the operator go on from what earlier measurements have shown."""
+        self.belong_to(operator.names)
+        if isinstance(operator, DifferenceOperator):
+            operator.verdict, operator.usual_step = self.verdict, self.step
 
     def belong_to(self, names: Iterable[str]) -> None:
         """Forget what was about other parameters: layers were frozen or unfrozen."""

@@ -166,7 +166,7 @@ def run_spectrum(
     notes: list[str] = []
     with open_parameters(model, batches, loss=loss, on_product=on_product, batched=batched, kind=kind) as operator:
         notes.extend(operator.notes)
-        findings.belong_to(operator.names)
+        findings.prepare(operator)
         members = {} if groups is None else resolve_groups(operator.names, groups)
         gradient_norm = norm(operator.gradient)
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -180,8 +180,6 @@ def run_spectrum(
             estimate = _layerwise(operator, own, k if start is None else 0, effort, findings, notes)
             return_freed_memory(operator.device)
         vector = None if estimate is None else estimate.start
-        if differences is not None:
-            differences.verdict, differences.usual_step = findings.verdict, findings.step
         space = search.krylov_space(starting_vectors(operator, gradient_norm, search, start, vector))
         del vector
         estimate = None if estimate is None else estimate._replace(start=None)

@@ -49,28 +49,20 @@ def warm_sharpness(
         CurvmonError: as `curvmon.spectrum`.
     """
     if findings.no_differences is None:
-        with suppress(DifferencesError):
-            return _warm_sharpness(DifferenceOperator, model, batches, loss, start, findings)
-    return _warm_sharpness(ParameterOperator, model, batches, loss, start, findings)
+        with (
+            suppress(DifferencesError),
+            open_parameters(model, batches, loss=loss, kind=DifferenceOperator) as operator,
+        ):
+            findings.prepare(operator)
+            return _near(start, operator)
+    with open_parameters(model, batches, loss=loss) as operator:
+        return _near(start, operator)
 
 
-def _warm_sharpness(
-    kind: type[ParameterOperator],
-    model: nn.Module,
-    batches: Sequence[Any],
-    loss: Callable[[Any, Any], Tensor],
-    start: Tensor,
-    findings: Findings,
-) -> WarmSharpness:
-    with open_parameters(model, batches, loss=loss, kind=kind) as operator:
-        findings.belong_to(operator.names)
-        if isinstance(operator, DifferenceOperator):
-            operator.verdict, operator.usual_step = findings.verdict, findings.step
-        generator = torch.Generator("cpu").manual_seed(0)
-        search = EigenvalueSearch(operator, 1, ACCURACY, HVPS, generator, smallest=False)
-        direction = normalized(start.to(operator.template)) + SHARE_OF_GRADIENT * normalized(operator.gradient)
-        pairs = search.extract(search.krylov_space(direction.unsqueeze(0)))
-        vector = pairs.vectors[0].cpu()
-        return WarmSharpness(
-            pairs.values[0].item(), pairs.residuals[0].item(), vector, operator.loss, operator.products
-        )
+def _near(start: Tensor, operator: ParameterOperator) -> WarmSharpness:
+    generator = torch.Generator("cpu").manual_seed(0)
+    search = EigenvalueSearch(operator, 1, ACCURACY, HVPS, generator, smallest=False)
+    direction = normalized(start.to(operator.template)) + SHARE_OF_GRADIENT * normalized(operator.gradient)
+    pairs = search.extract(search.krylov_space(direction.unsqueeze(0)))
+    value, error = pairs.values[0].item(), pairs.residuals[0].item()
+    return WarmSharpness(value, error, pairs.vectors[0].cpu(), operator.loss, operator.products)
