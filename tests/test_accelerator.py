@@ -39,7 +39,7 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    "relu": {"first": Limits(126, 73), "warm": Limits(146, 74)},
+    "relu": {"first": Limits(155, 91), "warm": Limits(146, 74)},
     "silu": {"first": Limits(152, 69), "warm": Limits(154, 68)},
     "decoder": {"first": Limits(136, 67), "warm": Limits(122, 61)},
 }

@@ -94,7 +94,8 @@ class EfficientOperations(TorchFunctionMode):
 
     def keep(self, tensor: Tensor) -> None:
         """Note a tensor that torch does not need for derivatives, but a replacement does."""
-        self._kept.append((tensor.detach(), version(tensor)))
+        with torch.no_grad():  # not `detach`, which would look like one of the user's
+            self._kept.append((tensor.view_as(tensor), version(tensor)))
 
     def __enter__(self) -> EfficientOperations:
         self.active = True

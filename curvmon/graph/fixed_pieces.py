@@ -31,7 +31,16 @@ _ELEMENTWISE = _functions(
     abs abs_ absolute __abs__ clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_"""
 )
 _DETACHING = frozenset(
-    [Tensor.detach, Tensor.detach_, Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.data.__get__]  # type: ignore[attr-defined]
+    [
+        torch.detach,
+        Tensor.detach,
+        Tensor.detach_,
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__float__,
+        Tensor.data.__get__,
+    ]  # type: ignore[attr-defined]
 )
 _WHERE = _functions("where")
 _LARGER = _functions("maximum minimum fmax fmin max min")

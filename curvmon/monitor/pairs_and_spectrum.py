@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from curvmon.errors import DivergedError
 from curvmon.metrics.mean_curvature import combined
-from curvmon.monitor.batch_samples import halves
+from curvmon.monitor.batch_samples import first_samples, halves, sample_count
 from curvmon.monitor.fallbacks import is_out_of_memory
 from curvmon.monitor.settings import Settings
 from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
-from curvmon.operators.parameter_hessian import ParameterOperator
+from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.pairs.estimator import FOR_NORMS
 from curvmon.pairs.measure import run_measurement
 from curvmon.records import Measurement, Spectrum
 from curvmon.spectrum.eigenvalue_search import Accuracy
 from curvmon.spectrum.findings import Findings
-from curvmon.spectrum.spectrum import run_spectrum
+from curvmon.spectrum.spectrum import layerwise_if_possible, run_spectrum
 from curvmon.spectrum.trace import COARSE
 
 Loss = Callable[[Any, Any], Tensor]
@@ -36,13 +36,15 @@ OnProduct = Callable[[int], None]
 Result = TypeVar("Result")
 ACCURACY = Accuracy(first=0.02, others=0.05, smallest=0.1, smallest_floor=0.1)
 """finer than a curve in a dashboard can show"""
-EXTRA_VECTORS, FEW_EXTRA_VECTORS = 10, 7
-"""vectors of the search beyond the eigenvalues; the fewer where vectors have more than LARGE entries"""
-LARGE = 2**22
+HALF_FROM = 2**20
+"""Number of parameters from which on the vectors of the search are stored in half precision: their error is a third of
+that of the differences, and with as many vectors as `curvmon.spectrum` keeps, the search restarts rarely."""
 MAX_HVPS, MAX_SPECTRUM_HVPS, BEYOND = 150, 55, 12
 """of a measurement, of its search for eigenvalues, and what the trace, Gauss-Newton's eigenvalue and the preconditioned
 one may take beyond the limit of the search; eigenvalues that have not converged by then are reported with a note"""
 MAX_PAIR_HVPS = FOR_NORMS.limit
+FEW_SAMPLES = 4
+"""of the first look at a network; see `look_at_few_samples`"""
 
 
 def measure_pairs(
@@ -119,6 +121,9 @@ def measure_spectrum(
     def search(parts: Sequence[Any]) -> Spectrum:
         if findings.no_differences is None:
             try:
+                if findings.verdict is None or findings.detaches:
+                    findings.verdict = None
+                    look_at_few_samples(model, parts[0], loss, findings, settings.seed)
                 return search_with(DifferenceOperator, parts)
             except DifferencesError as error:
                 reason = str(error)
@@ -154,7 +159,7 @@ def measure_spectrum(
             effort=COARSE,
             findings=findings,
             kind=kind,
-            extra_vectors=FEW_EXTRA_VECTORS if size > LARGE else EXTRA_VECTORS,
+            half_from=HALF_FROM,
             on_product=counted,
         )
 
@@ -164,6 +169,35 @@ def measure_spectrum(
     # on the CPU: until the next measurement, training needs the memory of the device
     starts = torch.stack([result.start_vector().cpu(), result.eigenvectors[:, 0].cpu()])
     return result.without_vectors(), starts
+
+
+def look_at_few_samples(model: nn.Module, batch: Any, loss: Loss, findings: Findings, seed: int) -> None:
+    """What needs a graph of second derivatives, which takes much memory: once per run, and on a few samples.
+
+    `findings` get to know whether differences of gradients are derivatives of this loss, and whether the trace by
+    layers does not work. What does not show here, because the batch cannot be sliced or a step is not exact on so few
+    samples, is looked at in the measurement.
+
+    Raises:
+        DifferencesError: differences are not derivatives.
+    """
+    if (sample_count(batch) or 0) <= FEW_SAMPLES:
+        return
+    few = first_samples(batch, FEW_SAMPLES)
+    try:
+        with open_parameters(model, [few], loss=loss, kind=DifferenceOperator) as operator:
+            assert isinstance(operator, DifferenceOperator)
+            operator.compare(operator.gradient)
+            findings.verdict = operator.verdict
+            if findings.layerwise is None and operator.has_ggn and not operator.custom_functions:
+                generator = torch.Generator("cpu").manual_seed(seed)
+                layerwise_if_possible(operator, generator, 0, COARSE, findings, [])
+                findings.layerwise = None if findings.layerwise else False
+    except DifferencesError as error:
+        if error.lasts:
+            raise
+    except Exception:  # the model insists on its number of samples, say
+        return
 
 
 def _in_parts(batches: list[Any], run: Callable[[Sequence[Any]], Result]) -> Result:

@@ -66,8 +66,7 @@ class DifferenceOperator(ParameterOperator):
         usual_step: ε of earlier measurements, tried first.
         relative_error: of the first product; NaN before.
         verdict: what a comparison of the first product with one from second derivatives showed, in this measurement or
-            in an earlier one; None: compare. "" if they agree. Always compared where the loss takes something that
-            depends on the parameters for a constant.
+            in an earlier one; None: compare. "" if they agree.
     """
 
     def __init__(
@@ -91,6 +90,11 @@ class DifferenceOperator(ParameterOperator):
         """Large enough that θ + ε z differs from θ in single precision."""
         root = math.sqrt(torch.finfo(self.template.dtype).eps)
         return root * max(1.0, norms([self._original])[0] / 200)
+
+    @property
+    def detaches(self) -> bool:
+        """The loss takes something that depends on the parameters for a constant: a verdict holds at these only."""
+        return any(pieces.detaches for pieces in self._pieces.values())
 
     def layered(self) -> Iterator[tuple[float, LayeredGraph]]:
         self._kept = None  # its memory is needed
@@ -142,8 +146,33 @@ class DifferenceOperator(ParameterOperator):
             return self._first_difference(z / size).mul_(size)
         return self._gradient_at(z, self.step / size).sub_(self.gradient).mul_(size / self.step)
 
+    def compare(self, z: Tensor) -> None:
+        """Set `verdict`, or leave it where differences are too rough to tell.
+
+        Raises:
+            DifferencesError: differences are not derivatives.
+        """
+        unit = z / _length(z)
+        image = self._central_difference(unit)
+        if not math.isfinite(self.relative_error):
+            return
+        try:
+            self.verdict = self._compared_with_second_derivatives(unit, image)
+        except DifferencesError:
+            if self.relative_error <= TOLERATED:
+                raise
+
     def _first_difference(self, unit: Tensor) -> Tensor:
-        """H u by a central difference; chooses the step."""
+        image = self._central_difference(unit)
+        if not self.relative_error <= TOLERATED:
+            text = f"differences of gradients have an error of {self.relative_error:.1g} or more"
+            raise DifferencesError(text, lasts=False)
+        if self.verdict is None:
+            self.verdict = self._compared_with_second_derivatives(unit, image)
+        return image
+
+    def _central_difference(self, unit: Tensor) -> Tensor:
+        """H u; chooses the step of the differences after it."""
         tried: dict[float, float] = {}
         images: dict[float, Tensor] = {}
         step: float | None = self.usual_step or self.first_step
@@ -158,11 +187,6 @@ class DifferenceOperator(ParameterOperator):
         assert self.step is not None
         self.relative_error = tried[self.step]
         self._spend(2 * len(tried) - 1)
-        if not self.relative_error <= TOLERATED:
-            text = f"differences of gradients have an error of {self.relative_error:.1g} or more"
-            raise DifferencesError(text, lasts=False)
-        if self.verdict is None or any(pieces.detaches for pieces in self._pieces.values()):
-            self.verdict = self._compared_with_second_derivatives(unit, images[self.step])
         return images[self.step]
 
     def _compared_with_second_derivatives(self, unit: Tensor, image: Tensor) -> str:

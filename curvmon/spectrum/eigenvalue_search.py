@@ -33,7 +33,7 @@ MIN_VERIFICATION_STEPS = 8
 class Eigenpairs(NamedTuple):
     """The k largest eigenvalues in descending order, then the smallest one, with error bars and unit eigenvectors.
 
-    `converged`: whether each of them is as exact as the search wants.
+    `vectors`: in the dtype in which the search stores them. `converged`: whether each is as exact as the search wants.
     """
 
     values: Tensor
@@ -87,7 +87,7 @@ class EigenvalueSearch:
         generator: torch.Generator,
         smallest: bool = True,
         width: int = 1,
-        extra_vectors: int = EXTRA_VECTORS,
+        storage: torch.dtype | None = None,
     ) -> None:
         """
         Args:
@@ -98,9 +98,9 @@ class EigenvalueSearch:
             generator: draws random vectors.
             smallest: the smallest eigenvalue has to converge, too.
             width: products that run in one launch.
-            extra_vectors: vectors beyond k.
+            storage: dtype in which the basis of `krylov_space` is stored; None: that of the vectors.
         """
-        self._extra_vectors = extra_vectors
+        self._storage = storage
         self._operator = operator
         self._k = min(k, operator.size)
         self._accuracy = accuracy
@@ -108,7 +108,7 @@ class EigenvalueSearch:
         self._generator = generator
         self._required = self._k + 1 if smallest else self._k
         self._width = width
-        self.capacity = self._k + extra_vectors - 3
+        self.capacity = self._k + EXTRA_VECTORS - 3
         """vectors of one Krylov space"""
 
     def eigenpairs(self, starts: Tensor | None, verify: bool) -> tuple[Eigenpairs, bool]:
@@ -121,7 +121,8 @@ class EigenvalueSearch:
         First with all of the starting vectors (rows; None: a random one), then with the worst residual, or with as many
         residuals as run in one launch.
         """
-        space = KrylovSpace(self._operator.unchecked, self._random() if starts is None else starts)
+        starts = self._random() if starts is None else starts
+        space = KrylovSpace(self._operator.unchecked, starts, storage=self._storage)
         del starts  # their memory
         space.expand()
         while not space.exhausted and self._operator.products < self._limit:
@@ -140,8 +141,9 @@ class EigenvalueSearch:
         return self._error_bars(ritz)[chosen] / self._accuracy.tolerances(ritz.values[chosen], self._k)
 
     def _error_bars(self, ritz: RitzPairs) -> Tensor:
-        """Residuals, and what the error of the products adds: most along sharp directions, some along all."""
-        error = OTHER_VECTORS * self._operator.relative_error
+        """Residuals, and what errors of products and of vectors add: most along sharp directions, some along all."""
+        stored = 0.0 if self._storage is None else torch.finfo(self._storage).eps / 2
+        error = OTHER_VECTORS * self._operator.relative_error + stored
         sizes = ritz.values.abs()
         return ritz.residuals + error * (sizes + SHARE_OF_LARGEST * sizes.max())
 
@@ -174,7 +176,7 @@ class EigenvalueSearch:
             # the smallest eigenvalue counts only if it is required
             bottom = self._required - self._k
             while not (space.exhausted or converged) and self._operator.products < self._limit:
-                self._restart_if_full(space, self._extra_vectors - 4, 3, 2)
+                self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 2)
                 space.expand()
                 if space.products >= MIN_VERIFICATION_STEPS:
                     ritz = space.ritz_pairs()
@@ -190,10 +192,10 @@ class EigenvalueSearch:
     def largest(self, products: Products, start: Tensor) -> tuple[float, bool]:
         """The largest eigenvalue of another operator and whether it has converged; `start` approximates its vector."""
         # an exact eigenvector, but of another eigenvalue, would end the search
-        space = KrylovSpace(products, self.perturbed(start))
+        space = KrylovSpace(products, self.perturbed(start.to(self._operator.template)))
         limit = max(FEW_PRODUCTS, self._limit - self._operator.products)
         while not space.exhausted and space.products < limit:
-            self._restart_if_full(space, self._extra_vectors - 4, 3, 0)
+            self._restart_if_full(space, EXTRA_VECTORS - 4, 3, 0)
             space.expand()
             ritz = space.ritz_pairs()
             if self._error_bars(ritz)[-1] <= self._accuracy.others * ritz.values.abs().max():

@@ -18,7 +18,8 @@ class Findings:
         layerwise: whether the trace works layer by layer; None: not tried. `no_layers`: why not, where it should.
         no_differences: why differences of gradients cannot replace second derivatives; None if they may.
         differences_failed: once, for a reason that may pass.
-        verdict: of the comparison of differences with second derivatives.
+        verdict: of the comparison of differences with second derivatives. `detaches`: it has to be made in every
+            measurement, because the loss takes something that depends on the parameters for a constant.
         step: of the last differences.
     """
 
@@ -28,6 +29,7 @@ class Findings:
     no_differences: str | None = None
     differences_failed: bool = False
     verdict: str | None = None
+    detaches: bool = False
     step: float | None = None
 
     def prepare(self, operator: ParameterOperator) -> None:

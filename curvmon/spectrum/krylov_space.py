@@ -17,7 +17,7 @@ basis loses orthogonality as soon as a Ritz pair converges (Paige 1971). A resta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,18 +25,12 @@ from torch import Tensor
 
 from curvmon.errors import NonFiniteError
 from curvmon.numerics import NOT_FINITE, SAFE, precise_dtype, row_norms_squared
+from curvmon.spectrum.stored_vectors import StoredVectors, chunks, inner_products, take_projections
 
 Products = Callable[[Tensor], Tensor]
 """images of the columns of a matrix"""
-ROWS = 4
-"""most vectors that are allocated at a time"""
-BLOCK = 2**26
-"""entries of the vectors that are allocated at a time, unless a single one has more"""
 MOST_ROUNDS = 3
 """of projecting a product on all of the basis; one does, unless it takes more than it leaves"""
-CHUNK = 2**16
-"""Entries of the vectors that are combined at a time on a CPU: they stay in its cache. Inner products of chunks are
-summed in double precision; over millions of entries single precision loses three digits."""
 
 
 class RitzPairs(NamedTuple):
@@ -55,47 +49,6 @@ class RitzPairs(NamedTuple):
     directions: Tensor
 
 
-class Vectors:
-    """Vectors of one length as the rows of a few matrices, so that adding some does not copy the others."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._rows = max(1, min(ROWS, BLOCK // max(size, 1)))
-        self._blocks: list[Tensor] = []
-        self.count = 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def append(self, rows: Tensor) -> None:
-        for row in rows:
-            if self.count % self._rows == 0:
-                self._blocks.append(row.new_empty((self._rows, self._size)))
-            self._blocks[-1][self.count % self._rows] = row
-            self.count += 1
-
-    def filled(self) -> list[Tensor]:
-        """The matrices without their unused rows."""
-        return [block[: self.count - i * self._rows] for i, block in enumerate(self._blocks)]
-
-    def block_of(self, index: int) -> int:
-        return index // self._rows
-
-    def rows(self) -> list[Tensor]:
-        return [row for block in self.filled() for row in block]
-
-    def replace(self, coefficients: Tensor) -> None:
-        """Overwrite the vectors with linear combinations of them (count x fewer), in their memory."""
-        blocks, fewer = self.filled(), coefficients.shape[1]
-        weights = coefficients.T.to(blocks[0])
-        for chunk in _chunks(blocks[0]):
-            rows = weights @ torch.cat([block[:, chunk] for block in blocks])
-            for block, part in zip(blocks, torch.split(rows, self._rows)):
-                block[: len(part), chunk] = part
-        self.count = fewer
-        del self._blocks[-(-fewer // self._rows) :]
-
-
 class KrylovSpace:
     """A Krylov space whose Ritz pairs are known after every product.
 
@@ -108,13 +61,23 @@ class KrylovSpace:
         products: so far.
     """
 
-    def __init__(self, products: Products, starts: Tensor, *, locked: Sequence[Tensor] = ()) -> None:
-        """`starts`: the starting vectors as rows, of any length; what depends on the others is dropped."""
+    def __init__(
+        self,
+        products: Products,
+        starts: Tensor,
+        *,
+        locked: Sequence[Tensor] = (),
+        storage: torch.dtype | None = None,
+    ) -> None:
+        """`starts`: the starting vectors as rows, of any length; what depends on the others is dropped.
+
+        `storage`: dtype in which the basis is stored; None: that of the starting vectors.
+        """
         self._products = products
-        self._locked = Vectors(starts.shape[1])
+        self._locked = StoredVectors(starts)
         for vector in locked:
             self._locked.append(vector.unsqueeze(0))
-        self.basis = Vectors(starts.shape[1])
+        self.basis = StoredVectors(starts, storage)
         self._dimension = starts.shape[1] - len(locked)
         self.projected = torch.zeros((0, 0), dtype=torch.float64, device="cpu")
         self._scale = self._asymmetry = 0.0
@@ -122,7 +85,7 @@ class KrylovSpace:
         starts = starts.clone()
         _normalize(starts, _lengths(starts))
         rest = self.orthogonalised(starts)
-        self.front = _orthonormal(rest, _on_host(_inner([rest], rest)))[0][: self._dimension]
+        self.front = _orthonormal(rest, _on_host(inner_products([rest], rest)))[0][: self._dimension]
         self._coupling = torch.zeros((len(self.front), 0), dtype=torch.float64, device="cpu")
         """C"""
 
@@ -159,6 +122,7 @@ class KrylovSpace:
             self.front = rotation.to(self.front) @ self.front
             self._coupling = rotation @ self._coupling
         fresh, kept = self.front[:few], self.front[few:]
+        self.basis.round(fresh)
         expected, coupling = self._coupling[:few], self._coupling[few:]
         inner, lengths, rest, gram = self._projected_out(self._images(fresh), expected)
         self.products += few
@@ -190,7 +154,7 @@ class KrylovSpace:
         for _ in range(rounds):
             for vectors in (self._locked, self.basis):
                 if len(vectors):
-                    _take(rows, vectors.filled())
+                    take_projections(rows, vectors.filled())
         return rows
 
     def _images(self, rows: Tensor) -> Tensor:
@@ -211,15 +175,15 @@ class KrylovSpace:
         # first what Lanczos' recurrence has, then all: what cancels only once grows from product to product
         # (Giraud et al. 2005)
         recent = self.basis.block_of(int(expected.any(0).int().argmax())) if expected.any() else len(own) - 1
-        near = _take(rest, own[recent:])
+        near = take_projections(rest, own[recent:])
         total = torch.cat([near.new_zeros((old + len(self.front) - len(near), few)), near])
         for _ in range(MOST_ROUNDS):
-            late = _take(rest, own)
+            late = take_projections(rest, own)
             total = total + late
             if locked:
-                _take(rest, locked)
+                take_projections(rest, locked)
             # one copy to the host
-            parts = [total, late.square().sum(0), _inner([rest], rest).to(total), before.to(total)]
+            parts = [total, late.square().sum(0), inner_products([rest], rest).to(total), before.to(total)]
             numbers = _on_host(torch.cat([part.flatten() for part in parts]))
             if not torch.isfinite(numbers).all():
                 raise NonFiniteError(NOT_FINITE)
@@ -250,32 +214,8 @@ def _orthonormal(rows: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
         rows = rows.mul_(factors) if factors.shape == (1, 1) else factors @ rows
         if len(rows) <= 1 or values[0] > 0.1:
             break
-        gram = _on_host(_inner([rows], rows))
+        gram = _on_host(inner_products([rows], rows))
     return rows, shares
-
-
-def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Parts of the columns; on an accelerator all of them, because every operation takes a launch."""
-    size = rows.shape[1]
-    step = CHUNK if rows.device.type == "cpu" else max(size, 1)
-    return (slice(start, start + step) for start in range(0, size, step))
-
-
-def _inner(matrices: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """Inner products of the rows of all matrices with the given ones."""
-    parts = [torch.cat([matrix[:, chunk] @ rows[:, chunk].T for matrix in matrices]) for chunk in _chunks(rows)]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0, dtype=precise_dtype(rows))
-
-
-def _take(rows: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Subtract the projections on the rows of all matrices, in place; returns the inner products."""
-    inner = _inner(matrices, rows)
-    weights = torch.split(inner.T.to(rows), [len(matrix) for matrix in matrices], dim=1)
-    for chunk in _chunks(rows):
-        part = rows[:, chunk]
-        for weight, matrix in zip(weights, matrices):
-            part.addmm_(weight, matrix[:, chunk], alpha=-1)
-    return inner
 
 
 def _lengths(rows: Tensor) -> Tensor:
@@ -285,7 +225,7 @@ def _lengths(rows: Tensor) -> Tensor:
         if bool(((lengths > SAFE) & (lengths < 1 / SAFE)).all()):
             return lengths
     dtype = precise_dtype(rows)
-    parts: list[Tensor] = [torch.linalg.vector_norm(rows[:, chunk], dim=1, dtype=dtype) for chunk in _chunks(rows)]
+    parts: list[Tensor] = [torch.linalg.vector_norm(rows[:, chunk], dim=1, dtype=dtype) for chunk in chunks(rows)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).norm(dim=0)
 
 

@@ -19,7 +19,7 @@ from curvmon.operators.gradient_differences import DifferenceOperator
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
-from curvmon.spectrum.eigenvalue_search import EXTRA_VECTORS, TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
+from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
 from curvmon.spectrum.findings import Findings
 from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagonal_share, resolve_groups
 from curvmon.spectrum.search_start import starting_vectors
@@ -155,12 +155,13 @@ def run_spectrum(
     findings: Findings,
     batched: Batched = "auto",
     kind: type[ParameterOperator] = ParameterOperator,
-    extra_vectors: int = EXTRA_VECTORS,
+    half_from: float = math.inf,
     on_product: Callable[[int], None] | None,
 ) -> Spectrum:
     """`spectrum` for a monitor, which says how exact eigenvalues and trace have to be, and keeps `findings`.
 
-    `kind`: how HVPs are computed. `extra_vectors`: most vectors in the size of the parameters, beyond k.
+    `kind`: how HVPs are computed. `half_from`: number of parameters from which on
+    the vectors of the search are stored in half precision.
     """
     began = time.perf_counter()
     notes: list[str] = []
@@ -170,14 +171,15 @@ def run_spectrum(
         members = {} if groups is None else resolve_groups(operator.names, groups)
         gradient_norm = norm(operator.gradient)
         generator = torch.Generator("cpu").manual_seed(seed)
-        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest, operator.width, extra_vectors)
+        storage = torch.float16 if operator.dtype == torch.float32 and operator.size >= half_from else None
+        search = EigenvalueSearch(operator, k, accuracy, max_hvps, generator, smallest, operator.width, storage)
         estimate: TraceAndStart | None = None
         # with few parameters, the probes of `deflated_trace` may span all directions
         differences = operator if isinstance(operator, DifferenceOperator) else None
         suspect = differences is not None and operator.custom_functions
         if trace and operator.has_ggn and not suspect and operator.size > search.capacity + TRACE_PROBES:
             own = torch.Generator("cpu").manual_seed(seed + 1)  # the search draws the same numbers without a trace
-            estimate = _layerwise(operator, own, k if start is None else 0, effort, findings, notes)
+            estimate = layerwise_if_possible(operator, own, k if start is None else 0, effort, findings, notes)
             return_freed_memory(operator.device)
         vector = None if estimate is None else estimate.start
         space = search.krylov_space(starting_vectors(operator, gradient_norm, search, start, vector))
@@ -191,6 +193,7 @@ def run_spectrum(
         notes += operator.notes_on_symmetry(space.asymmetry)
         if differences is not None:
             findings.verdict, findings.step = differences.verdict, differences.step
+            findings.detaches = differences.detaches
         pairs = search.extract(space)
         del space  # its memory
         pairs, verified = search.verified(pairs, verify)
@@ -247,8 +250,8 @@ def run_spectrum(
         converged=pairs.converged[:top],
         smallest_residual=pairs.residuals[-1].item(),
         smallest_converged=bool(pairs.converged[-1]),
-        eigenvectors=torch.stack(pairs.vectors[:top], dim=1),
-        smallest_eigenvector=pairs.vectors[-1].clone(),
+        eigenvectors=torch.stack(pairs.vectors[:top], dim=1).to(operator.dtype),
+        smallest_eigenvector=pairs.vectors[-1].to(operator.dtype, copy=True),
         gradient_norm=gradient_norm,
         ggn_eigenvalue=ggn_eigenvalue,
         ggn_error=abs(sharpness - ggn_eigenvalue) / abs(sharpness) if sharpness else math.nan,
@@ -294,7 +297,7 @@ def _compare_with_limit(
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")
 
 
-def _layerwise(
+def layerwise_if_possible(
     operator: ParameterOperator,
     generator: torch.Generator,
     k: int,
