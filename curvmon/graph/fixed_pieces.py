@@ -39,8 +39,8 @@ _DETACHING = frozenset(
         Tensor.tolist,
         Tensor.numpy,
         Tensor.__float__,
-        Tensor.data.__get__,
-    ]  # type: ignore[attr-defined]
+        Tensor.data.__get__,  # type: ignore[attr-defined]
+    ]
 )
 _WHERE = _functions("where")
 _LARGER = _functions("maximum minimum fmax fmin max min")
