@@ -114,7 +114,9 @@ class ChangeDetector:
             score=deviation.score,
             step=self._count - 1,
             epoch=-1,
-            message=f"the value {verb} from {before:.4g} to {value:.4g} ({deviation.score:.1f} standard deviations)",
+            headline=f"The value {verb} from {before:.4g} to {value:.4g}",
+            evidence=(f"{deviation.score:.1f} standard deviations from its forecast",),
+            suggestion="Look at what changed just before this value.",
         )
 
     def state_dict(self) -> dict[str, Any]:

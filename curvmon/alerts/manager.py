@@ -10,7 +10,8 @@ from curvmon.alerts.context import Cause, Context, ContextTracker
 from curvmon.alerts.detector import Detector, DetectorSettings
 from curvmon.alerts.features import NETWORK_FAMILIES, features_of
 from curvmon.alerts.messages import alert_of_change
-from curvmon.alerts.rules import AlertRules, RuleChecker
+from curvmon.alerts.rule_checker import RuleChecker
+from curvmon.alerts.rules import AlertRules
 from curvmon.records import Alert, Snapshot
 
 

@@ -10,7 +10,16 @@ from typing import NamedTuple
 from curvmon.alerts.context import Cause, Kind
 from curvmon.alerts.detector import Change
 from curvmon.alerts.features import Family, FeatureDeviation, pairs_across
-from curvmon.metrics.registry import PairMetric, ScalarMetric, get, pair_metric, pair_metric_names, scalar_metrics
+from curvmon.alerts.headlines import headline
+from curvmon.metrics.registry import (
+    MetricSpec,
+    PairMetric,
+    ScalarMetric,
+    get,
+    pair_metric,
+    pair_metric_names,
+    scalar_metrics,
+)
 from curvmon.records import Alert, Pair, Snapshot
 
 ALL_PAIRS = "all pairs"
@@ -77,7 +86,9 @@ def alert_of_change(
         score=max(deviation.score for deviation in members),
         step=now.step,
         epoch=now.epoch,
-        message=_message(reported, location, causes, deviations, now.step),
+        headline=_headline(reported, now.step),
+        evidence=_evidence(reported, location, causes, deviations),
+        suggestion=f"Check {_suggestion(location, causes)} before step {now.step}.",
         others=tuple(str(pair) for pair in location.pairs[:MAX_NAMED] if str(pair) != reported.where),
     )
 
@@ -130,34 +141,39 @@ def _reported_change(
     return ReportedChange(metric, where, _value(before, metric, where), _value(now, metric, where))
 
 
-def _message(
-    change: ReportedChange,
-    location: Location,
-    causes: Sequence[Cause],
-    deviations: Sequence[FeatureDeviation],
-    step: int,
-) -> str:
-    """`coupling stem--layer4 fell from 0.82 to 0.31: …; at the same time: …; check …`"""
-    metric, up = change.metric, change.after > change.before
-    spec = get("lambda_1" if metric == "hessian" else metric)
+def _headline(change: ReportedChange, step: int) -> str:
+    verb = "rose" if change.after > change.before else "fell"
+    title = _spec(change.metric).title
+    return headline(f"{title[0].upper()}{title[1:]} {verb} from {change.before:.3g} to {change.after:.3g}", step=step)
+
+
+def _evidence(
+    change: ReportedChange, location: Location, causes: Sequence[Cause], deviations: Sequence[FeatureDeviation]
+) -> tuple[str, ...]:
+    """`coupling stem--layer4: 0.82 → 0.31`, its meaning, where it is, what changed at the same time."""
+    spec, up = _spec(change.metric), change.after > change.before
     # a scalar has no place, apart from its key in a list
     has_place = isinstance(spec, PairMetric) or (isinstance(spec, ScalarMetric) and "{}" in spec.key)
     at = f" {change.where}" if has_place else ""
-    values = f"{'rose' if up else 'fell'} from {change.before:.3g} to {change.after:.3g}"
     assert spec.alert is not None
-    parts = [f"{spec.title}{at} {values}: {spec.alert.rise if up else spec.alert.fall}"]
+    points = [
+        f"{spec.title}{at}: {change.before:.3g} → {change.after:.3g}, {spec.alert.rise if up else spec.alert.fall}"
+    ]
     if location.node is None:
-        parts.append("throughout the network")
+        points.append("throughout the network")
     else:
         others = ", ".join(str(pair) for pair in location.pairs[:3] if str(pair) != change.where)
-        parts.append(f"at {location.node} (also {others})" if others else f"at {location.node}")
+        points.append(f"at {location.node} (also {others})" if others else f"at {location.node}")
     loss = next((d.deviation for d in deviations if d.family == "loss"), None)
-    if metric != "loss" and loss is not None and loss.score > AFFECTED:
-        parts.append(f"the loss {'rose' if loss.size > 0 else 'fell'} {math.exp(abs(loss.size)):.3g}-fold")
+    if change.metric != "loss" and loss is not None and loss.score > AFFECTED:
+        points.append(f"the loss {'rose' if loss.size > 0 else 'fell'} {math.exp(abs(loss.size)):.3g}-fold")
     if causes:
-        parts.append(f"at the same time: {_list_causes(causes)}")
-    parts.append(f"check {_suggestion(location, causes)} before step {step}")
-    return "; ".join(parts)
+        points.append(f"at the same time: {_list_causes(causes)}")
+    return tuple(points)
+
+
+def _spec(metric: str) -> MetricSpec:
+    return get("lambda_1" if metric == "hessian" else metric)
 
 
 def _list_causes(causes: Sequence[Cause]) -> str:

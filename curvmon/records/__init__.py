@@ -10,6 +10,7 @@ from curvmon.records.measurement import (
     Pair,
     mean_by_distance,
 )
+from curvmon.records.pulses import PulseRecord
 from curvmon.records.spectrum import Density, GroupSpectrum, Spectrum
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Measurement",
     "Metric",
     "Pair",
+    "PulseRecord",
     "Snapshot",
     "Spectrum",
     "VitalSigns",

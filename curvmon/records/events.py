@@ -26,7 +26,9 @@ class Alert:
         score: size of the change in standard deviations; for a rule, |value / threshold|.
         step: when it was measured.
         epoch: when it was measured.
-        message: what happened and what to check.
+        headline: what happened, where and when, in fewer than 80 characters.
+        evidence: what was measured, most important first, with the values before and after.
+        suggestion: what to do next; one sentence.
         level: "info" for a notice, "warning" or "error" for an alert.
         others: further pairs or quantities that the same event changed, most affected first.
     """
@@ -39,16 +41,28 @@ class Alert:
     score: float
     step: int
     epoch: int
-    message: str
+    headline: str
+    evidence: tuple[str, ...] = ()
+    suggestion: str = ""
     level: Level = "warning"
     others: tuple[str, ...] = ()
 
+    @property
+    def message(self) -> str:
+        """The headline, then the evidence and the suggestion, each on an indented line."""
+        return "\n".join([self.headline, *(f"  {line}" for line in self.details)])
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        """The lines below the headline: evidence, each `- …`, and the suggestion."""
+        return (*(f"- {point}" for point in self.evidence), *([self.suggestion] if self.suggestion else []))
+
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "others": list(self.others)}
+        return {**asdict(self), "evidence": list(self.evidence), "others": list(self.others)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Alert:
-        return cls(**{**state, "others": tuple(state["others"])})
+        return cls(**{**state, "evidence": tuple(state["evidence"]), "others": tuple(state["others"])})
 
     def __str__(self) -> str:
         return self.message

@@ -36,7 +36,7 @@ def test_one_layer_that_changes_is_named_once() -> None:
         ((at, alert),) = run(seed, 30, factors={"b": 3.0})
         assert at == 15
         assert alert.metric == "resonance" and "b" in alert.where.split("--")  # type: ignore[attr-defined]
-        assert "; at b (also" in alert.message  # type: ignore[attr-defined]
+        assert "- at b (also" in alert.message  # type: ignore[attr-defined]
 
 
 def test_an_unclear_change_waits_for_the_next_and_is_compared_with_what_was_before() -> None:
@@ -83,7 +83,7 @@ def test_causes_are_named() -> None:
         messages += [alert.message for alert in manager.update(now, past, Context(values))]
         past.append(now)
     (message,) = messages
-    assert "learning rate x 20" in message and "check the learning rate" in message and "norm of" not in message
+    assert "learning rate x 20" in message and "Check the learning rate" in message and "norm of" not in message
 
 
 def test_features_of_other_nodes_restart() -> None:
@@ -103,7 +103,7 @@ def test_a_missing_value_before_is_replaced_by_the_forecast() -> None:
         now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
         raised += [alert for alert in manager.update(now, [Snapshot(step=i, epoch=i)]) if alert.level != "info"]
     (alert,) = raised
-    assert 0 < alert.before < alert.after and " rose from " in alert.message
+    assert 0 < alert.before < alert.after and " rose from " in alert.headline
 
 
 def test_a_drift_is_reported_as_a_drift() -> None:

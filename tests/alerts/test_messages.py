@@ -36,25 +36,29 @@ def alert(*causes: Cause) -> Alert:
 
 
 def test_the_message_says_what_where_why_and_what_to_check() -> None:
-    message = alert(WEIGHT).message
-    assert message.startswith("resonance ") and " rose from " in message
-    assert "at b (also " in message
-    assert "at the same time: norm of b.weight x 0.5" in message
-    assert message.endswith("check what changed the weights of b before step 1")
+    raised = alert(WEIGHT)
+    assert raised.headline.startswith("Resonance ") and raised.headline.endswith(", step 1")
+    assert "at the same time: norm of b.weight x 0.5" in raised.evidence
+    assert raised.suggestion == "Check what changed the weights of b before step 1."
+    assert raised.message.splitlines() == [
+        raised.headline,
+        *(f"  - {point}" for point in raised.evidence),
+        f"  {raised.suggestion}",
+    ]
 
 
 @pytest.mark.parametrize(
     ("causes", "suggestion"),
     [
-        ((), "check what changed in b"),
-        ((RATE,), "check the learning rate"),
-        ((LOSS,), "check the data and the labels"),
-        ((VARIANCE,), "check the running statistics (batch norm)"),
+        ((), "Check what changed in b"),
+        ((RATE,), "Check the learning rate"),
+        ((LOSS,), "Check the data and the labels"),
+        ((VARIANCE,), "Check the running statistics (batch norm)"),
         (
             (Cause("operations", "b", "1 fewer Add", math.inf, True),),
-            "check what changed in the forward pass before step 1",
+            "Check what changed in the forward pass before step 1",
         ),
-        ((Cause("learning rate", "", "x 0.1", 9.0, False),), "check what changed in b"),
+        ((Cause("learning rate", "", "x 0.1", 9.0, False),), "Check what changed in b"),
     ],
 )
 def test_the_suggestion_follows_the_cause(causes: tuple[Cause, ...], suggestion: str) -> None:

@@ -279,7 +279,7 @@ def test_alert_of_a_further_scalar(key: str, place: str) -> None:
             past.append(current)
         (alert,) = alerts
         assert (alert.kind, alert.metric, alert.step, alert.before, alert.after) == ("jump", "size", 15, 3.0, 12.0)
-        assert alert.message.startswith("size of the run ") and f"{place} rose from 3 to 12: " in alert.message
+        assert alert.headline.startswith("Size of the run ") and f"{place}: 3 → 12" in alert.message
         assert "the toy metric rises in tests only" in alert.message and "resonance" not in alert.message
     finally:
         unregister("size")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from curvmon import Alert, AlertRules, Measurement, Spectrum
-from curvmon.alerts.rules import RuleChecker
+from curvmon.alerts.rule_checker import RuleChecker
 from curvmon.errors import InputError
 from curvmon.records import Snapshot
 from tests.helpers.synthetic_records import synthetic_spectrum
