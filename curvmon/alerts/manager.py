@@ -9,6 +9,8 @@ from typing import Any
 from curvmon.alerts.context import Cause, Context, ContextTracker
 from curvmon.alerts.detector import Detector, DetectorSettings
 from curvmon.alerts.features import NETWORK_FAMILIES, features_of
+from curvmon.alerts.instability import Instability
+from curvmon.alerts.instability_alert import alert_of_instability
 from curvmon.alerts.messages import alert_of_change
 from curvmon.alerts.rule_checker import RuleChecker
 from curvmon.alerts.rules import AlertRules
@@ -36,6 +38,8 @@ class AlertManager:
         self._checker = RuleChecker(self._rules)
         self._context = ContextTracker()
         self._nodes: tuple[str, ...] | None = None
+        self._last_step = 0
+        """of the last snapshot"""
         self.raised: list[Alert] = []
 
     @property
@@ -50,6 +54,7 @@ class AlertManager:
         """What a snapshot raises; `past`: the snapshots before it, of which the last two are enough."""
         if not self.enabled:
             return []
+        self._last_step = snapshot.step
         causes = self._context.update(context or Context())
         changes = self._changes(snapshot, past, causes) if self._rules.changes else []
         rules = self._checker.update(snapshot)
@@ -88,6 +93,15 @@ class AlertManager:
         """What a measurement raises that was not finite."""
         return self.record(self._checker.diverged(reason, step, epoch)) if self.enabled else []
 
+    def unstable(self, event: Instability, step: int, epoch: int) -> list[Alert]:
+        """What a pulse raises. A warning only if nothing was reported at the last snapshot or since then."""
+        if not self.enabled:
+            return []
+        reported = any(alert.step >= self._last_step for alert in self.alerts)
+        if event.kind == "approaching_instability" and reported:
+            return []
+        return self.record([alert_of_instability(event, step, epoch)])
+
     def record(self, alerts: list[Alert]) -> list[Alert]:
         """Add alerts to those raised, also those that another process has raised."""
         self.raised += alerts
@@ -113,6 +127,7 @@ class AlertManager:
             "rules": self._checker.state_dict(),
             "context": self._context.state_dict(),
             "nodes": None if self._nodes is None else list(self._nodes),
+            "last_step": self._last_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,12 +135,13 @@ class AlertManager:
         raised = [Alert.from_dict(alert) for alert in state.get("raised", ())]
         network, layers = Detector(self._settings), Detector(self._settings)
         checker, context = RuleChecker(self._rules), ContextTracker()
-        nodes = None
+        nodes, last_step = None, 0
         if self.enabled and "network" in state:
             network.load_state_dict(state["network"])
             layers.load_state_dict(state["layers"])
             checker.load_state_dict(state["rules"])
             context.load_state_dict(state["context"])
             nodes = None if state["nodes"] is None else tuple(state["nodes"])
+            last_step = state["last_step"]
         self._network, self._layers, self._checker, self._context = network, layers, checker, context
-        self._nodes, self.raised = nodes, raised
+        self._nodes, self._last_step, self.raised = nodes, last_step, raised

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from curvmon.metrics.registry import ALERTS, COST, SPECTRUM, AlertSpec, PairMetric, ScalarMetric
+from curvmon.metrics.registry import ALERTS, COST, PULSES, SPECTRUM, AlertSpec, PairMetric, ScalarMetric
 from curvmon.records import Snapshot
 
 
@@ -24,7 +24,43 @@ def _further_eigenvalues(snapshot: Snapshot) -> Sequence[float]:
     return () if snapshot.spectrum is None else snapshot.spectrum.eigenvalues[1:].tolist()
 
 
+def _of_pulses(snapshot: Snapshot) -> Sequence[float]:
+    """Nothing: these are logged at the pulses' own steps."""
+    return ()
+
+
+PULSE_SCALARS = (
+    ScalarMetric(
+        name="step_ratio",
+        title="step ratio",
+        key="curvmon/step_ratio",
+        read=_of_pulses,
+        symbol="u·Hu / 2g·u",
+        meaning="curvature along the optimizer's step u over twice its gain: at 1, a step no longer lowers the loss "
+        "of its own batch",
+        good="0.05 to 0.5",
+        bad="twice its usual value; near 1",
+        action="lower the learning rate below `critical_lr`, use a longer warm-up",
+        log_scale=True,
+        section=PULSES,
+        chart="step ratio",
+    ),
+    ScalarMetric(
+        name="critical_lr",
+        title="critical learning rate",
+        key="curvmon/critical_lr",
+        read=_of_pulses,
+        meaning="learning rate at which the step ratio would be 1",
+        good="two to twenty times the learning rate",
+        bad="falls towards the learning rate",
+        action="keep the learning rate below half of it",
+        log_scale=True,
+        section=PULSES,
+        chart="critical learning rate",
+    ),
+)
 SCALARS = (
+    *PULSE_SCALARS,
     ScalarMetric(
         name="lambda_1",
         title="top eigenvalue",

@@ -25,6 +25,7 @@ from curvmon.isolation.model_state import random_state
 from curvmon.records import METRICS, Measurement, Snapshot, mean_by_distance
 
 LAYERS, SPECTRUM, ALERTS, COST = "curvature between layers", "spectrum of the Hessian", "alerts", "cost"
+PULSES = "optimizer steps"
 """sections of a dashboard"""
 _RESERVED_NAMES = ("level", "profile", "contrast", "hessian")
 """parts of the resonance, and the metric of alerts on λ₁, in `curvmon.alerts`"""

@@ -49,6 +49,7 @@ def check_settings(
     loss: Any,
     output: Any,
     max_overhead: Any,
+    pulse: Any,
     rtol: Any,
     log_pairs: Any,
     heatmaps: Any,
@@ -74,6 +75,8 @@ def check_settings(
             check_integer(name, value, "None or an integer of at least 1", minimum=1)
     if every_n_validations is None and every_n_train_steps is None:
         raise InputError("every_n_validations=None needs every_n_train_steps: else nothing is measured")
+    if not isinstance(pulse, bool):
+        check_integer("pulse", pulse, "True, False or an integer of at least 1", minimum=1)
     check_integer("eigenvalues", eigenvalues, "an integer, 0 for none", minimum=0)
     if data not in ("val", "train"):
         raise InputError(f'data must be "val" or "train", not {data!r}')

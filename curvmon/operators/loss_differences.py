@@ -193,6 +193,7 @@ def open_loss_along_step(
     with isolated(model, loss, seed=NOISE_SEED, dtype=None, own_modes=True):
         copies = dict(model.named_parameters())
         working = [copies[name].requires_grad_() for name in trainable]
+
         def run() -> Tensor:
             reseed(NOISE_SEED)
             value: Tensor = explained(

@@ -19,6 +19,8 @@ class PulseRecord:
         curvature: u^T H u.
         learning_rate: of the step; the largest of all parameter groups.
         loss: of the batch, before the step.
+        step_ratio: the mean curvature of the last pulses over twice their mean gain; NaN before there are enough.
+        critical_lr: learning rate / `step_ratio`.
     """
 
     step: int
@@ -27,6 +29,8 @@ class PulseRecord:
     curvature: float
     learning_rate: float = math.nan
     loss: float = math.nan
+    step_ratio: float = math.nan
+    critical_lr: float = math.nan
 
     @property
     def ratio(self) -> float:

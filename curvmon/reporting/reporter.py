@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from curvmon.errors import warn
 from curvmon.metrics.registry import pair_metric, pair_metric_names
-from curvmon.records import Alert, Snapshot
+from curvmon.records import Alert, PulseRecord, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import KeptFigures, available
 from curvmon.reporting.console import print_line, summary
 from curvmon.reporting.loggers import Loggers
 from curvmon.reporting.pictures import Picture, PictureSchedule
-from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, Keys, heatmap_key, scalars
+from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, Keys, heatmap_key, pulse_scalars, scalars
 
 Publish = Callable[[Any, Mapping[str, float], Iterable[str]], None]
 """publish(trainer, scalars, stale): on every rank, for callbacks such as EarlyStopping; `stale`: keys of earlier
@@ -54,6 +55,10 @@ class Report:
         self._loggers = Loggers(self._keys)
         self._figures = KeptFigures()
         self._published: set[str] = set()
+        self._pulse: dict[str, float] = {}
+        """of the last pulse since the last snapshot"""
+        self._pulse_step = -math.inf
+        """of the last one that the loggers have"""
         self.schedule = PictureSchedule()
 
     @property
@@ -74,8 +79,10 @@ class Report:
         """
         snapshot = snapshots[-1]
         values = self._keys.named(scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs))
-        self._publish(trainer, values, self._published - values.keys())
-        self._published = set(values)
+        # those of a pulse belong to its own step, in the loggers
+        current, self._pulse = values | self._pulse, {}
+        self._publish(trainer, current, self._published - current.keys())
+        self._published = set(current)
         if trainer.is_global_zero:
             values["epoch"] = float(snapshot.epoch)
             self._loggers.write(trainer, values, snapshot.step)
@@ -83,6 +90,20 @@ class Report:
                 self._plan_pictures(snapshots, alerts, fresh)
             if self._verbose:
                 print_line(trainer, summary(snapshot))
+
+    def write_pulse(self, trainer: Any, record: PulseRecord, at_once: bool) -> None:
+        """Report a pulse: to `callback_metrics`, and to the loggers as often as they take numbers of training steps.
+
+        `at_once`: to the loggers in any case.
+        """
+        values = self._keys.named(pulse_scalars(record))
+        self._pulse = values
+        self._publish(trainer, values, ())
+        self._published |= values.keys()
+        is_due = at_once or record.step - self._pulse_step >= trainer.log_every_n_steps
+        if trainer.is_global_zero and values and is_due:
+            self._pulse_step = record.step
+            self._loggers.write(trainer, {**values, "epoch": float(record.epoch)}, record.step)
 
     def _plan_pictures(self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
         pictures, snapshot = self._keys.named(self._pictures(snapshots, alerts, fresh)), snapshots[-1]

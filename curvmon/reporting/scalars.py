@@ -13,8 +13,9 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
+from curvmon.metrics.definitions import PULSE_SCALARS
 from curvmon.metrics.registry import PairMetric, pair_metric, pair_metric_names, scalar_metrics
-from curvmon.records import Measurement, Snapshot
+from curvmon.records import Measurement, PulseRecord, Snapshot
 
 Value = TypeVar("Value")
 ALERT = "curvmon/alert"
@@ -82,6 +83,12 @@ def scalars(snapshot: Snapshot, *, metrics: Sequence[str] | None = None, pairs: 
                 values.update(_one_by_one(snapshot.measurement, pair_metric(name)))
     for spec in scalar_metrics():
         values.update(spec.scalars(snapshot))
+    return {key: value for key, value in values.items() if math.isfinite(value)}
+
+
+def pulse_scalars(record: PulseRecord) -> dict[str, float]:
+    """The finite numbers of a pulse by their key."""
+    values = {spec.key: getattr(record, spec.name) for spec in PULSE_SCALARS}
     return {key: value for key, value in values.items() if math.isfinite(value)}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from curvmon.alerts.context import Context, context_values
+from curvmon.alerts.instability import Instability
 from curvmon.alerts.manager import AlertManager
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import warn
@@ -110,6 +111,10 @@ class Alerting:
     def diverged(self, reason: str, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
         """The alerts that a measurement raises which was not finite, on every rank."""
         return self._broadcast(lambda: self._manager.diverged(reason, step, epoch), ranks)
+
+    def unstable(self, event: Instability, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
+        """The alerts that a pulse raises, on every rank."""
+        return self._broadcast(lambda: self._manager.unstable(event, step, epoch), ranks)
 
     def _broadcast(self, decide: Callable[[], list[Alert]], ranks: Ranks) -> list[Alert]:
         """Rank 0 decides: losses and running statistics differ between ranks, and rounding can tip a decision."""

@@ -24,14 +24,16 @@ from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
+from curvmon.monitor.pulse_schedule import PulseSchedule
+from curvmon.monitor.pulses import Pulses
 from curvmon.monitor.settings import Settings, check_settings
-from curvmon.records import Alert, Measurement, Snapshot, Spectrum
+from curvmon.records import Alert, Measurement, PulseRecord, Snapshot, Spectrum
 from curvmon.reporting.reporter import Report
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-VERSION = 3
+VERSION = 4
 """version of the state in checkpoints"""
 
 
@@ -59,6 +61,8 @@ class CurvatureMonitor(CallbackBase):
         output: name of the module that returns the predictions, if it is not found automatically; see
             `curvmon.measure`.
         max_overhead: measuring takes at most this share of the training time, beyond 30 free seconds; None: no limit.
+        pulse: between validations, also measure the curvature along the optimizer's own step; an integer: every so many
+            optimizer steps; True: as often as 1 % of the training time allows, at most every tenth; False: never.
         rtol: relative standard error at which a measurement stops.
         log_pairs: log every pair as a scalar; "auto": up to six nodes. Means by distance are always logged.
         heatmaps: also log figures (needs matplotlib): of the first measurement, of every one with an alert, of the last
@@ -69,12 +73,13 @@ class CurvatureMonitor(CallbackBase):
         log_key_prefix: in front of every key; two monitors in one Trainer need different ones.
         verbose: print a line for every measurement.
         strict: raise if a run cannot be monitored (FSDP, manual optimisation without `loss`) instead of warning.
-        history_size: how many measurements are kept in `history`.
+        history_size: how many measurements are kept in `history`, and how many records in `pulses`.
 
     Attributes:
         history: the latest `Measurement`s of pairs of layers, oldest first.
         spectra: the latest `Spectrum`s, oldest first, without eigenvectors.
         snapshots: both, with step and epoch.
+        pulses: the latest `PulseRecord`s, oldest first: gain and curvature along single optimizer steps.
         alerts: all alerts of the run, oldest first, those before a resume included.
         notices: informational events, not counted as alerts, such as the edge of stability.
 
@@ -98,6 +103,7 @@ class CurvatureMonitor(CallbackBase):
         loss: Optional[Callable] = None,  # type: ignore[type-arg]  # noqa: UP045
         output: Optional[str] = None,  # noqa: UP045
         max_overhead: Optional[float] = 0.05,  # noqa: UP045
+        pulse: Union[bool, int] = True,  # noqa: UP007
         rtol: float = 0.05,
         log_pairs: Union[bool, Literal["auto"]] = "auto",  # noqa: UP007
         heatmaps: bool = True,
@@ -121,6 +127,7 @@ class CurvatureMonitor(CallbackBase):
             every_n_validations=every_n_validations,
             every_n_train_steps=every_n_train_steps,
             max_overhead=max_overhead,
+            pulse=pulse,
             log_pairs=log_pairs,
             initial=initial,
             heatmaps=heatmaps,
@@ -145,13 +152,15 @@ class CurvatureMonitor(CallbackBase):
         settings = Settings(
             pairs=bool(self._metrics), nodes=nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
         )
+        budget = Budget(max_overhead)
         self._recorder = Recorder(
             MeasurementRunner(settings, ProbeBatch(probe_size, probe_batches, data)),
-            Budget(max_overhead),
+            budget,
             History(history_size),
             Alerting(alerts, on_alert, log_key_prefix),
             Report(self._metrics, log_pairs, heatmaps, log_key_prefix, verbose, publish),
             loss,
+            Pulses(PulseSchedule(pulse, max_overhead), budget, history_size),
         )
         self._ranks: Ranks | None = None
         self._active = False
@@ -170,6 +179,10 @@ class CurvatureMonitor(CallbackBase):
     @property
     def snapshots(self) -> list[Snapshot]:
         return list(self._recorder.history)
+
+    @property
+    def pulses(self) -> list[PulseRecord]:
+        return list(self._recorder.pulsing.pulses.records)
 
     @property
     def alerts(self) -> list[Alert]:
@@ -227,6 +240,7 @@ class CurvatureMonitor(CallbackBase):
             else:
                 self._measured_at = trainer.global_step
                 self._recorder.warn(f"not measured before the first step: {reason}")
+        self._recorder.pulsing.before_batch(trainer, pl_module, batch)
 
     def _why_not_initial(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
         """A probe batch of the two samples of a sanity check, for example, would stay for the whole run."""
@@ -245,11 +259,17 @@ class CurvatureMonitor(CallbackBase):
 
     # ---- hooks: measure ----
 
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self._active:
+            self._recorder.pulsing.before_optimizer_step(optimizer)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._active:
+            assert self._ranks is not None
             self._recorder.observe_step(trainer, pl_module, outputs)
+            self._recorder.pulsing.after_batch(trainer, pl_module, self._ranks)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=batches_that_stepped(trainer))
