@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from curvmon.errors import warn
 from curvmon.metrics.registry import pair_metric, pair_metric_names
@@ -26,7 +26,7 @@ class Report:
 
     Args:
         metrics: names of the pair metrics.
-        log_pairs: whether every pair is a scalar; "auto": only for few nodes.
+        log_pairs: whether every pair is a scalar.
         heatmaps: whether figures are drawn.
         log_key_prefix: prefix of every key.
         verbose: whether every measurement is printed.
@@ -39,7 +39,7 @@ class Report:
     def __init__(
         self,
         metrics: Sequence[str],
-        log_pairs: bool | Literal["auto"],
+        log_pairs: bool,
         heatmaps: bool,
         log_key_prefix: str,
         verbose: bool,
@@ -73,12 +73,12 @@ class Report:
             fresh: those of the last snapshot.
         """
         snapshot = snapshots[-1]
-        values = self._keys.named(scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs))
+        found = scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs).named(self._keys)
+        values = found.for_callbacks()
         self._publish(trainer, values, self._published - values.keys())
         self._published = set(values)
         if trainer.is_global_zero:
-            values["epoch"] = float(snapshot.epoch)
-            self._loggers.write(trainer, values, snapshot.step)
+            self._loggers.write(trainer, found, snapshot.epoch, snapshot.step)
             if snapshot.is_full:
                 self._plan_pictures(snapshots, alerts, fresh)
             if self._verbose:
