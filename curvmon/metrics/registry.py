@@ -107,7 +107,7 @@ class PairMetric(MetricSpec):
             are fields of `Measurement`.
         headline: function from a measurement, values and standard errors to one number and its error, `curvmon/<name>`:
             `curvmon.metrics.pair_summaries.mean_over_pairs`, say. None: the headline has no number of it.
-        zero_is_constant: an exact zero (standard error 0) holds for any weights: such pairs are not logged one by one.
+        zero_is_constant: an exact zero holds for any weights: such pairs are not logged one by one.
         unit_diagonal: whether the diagonal is 1 by definition; it is not logged then.
         figure_title: title of heatmaps and curves; `title` by default.
         color_range: lowest colour of a linear scale, and the value that its highest colour reaches at least.

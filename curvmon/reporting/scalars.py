@@ -195,7 +195,7 @@ def _one_by_one(measurement: Measurement, spec: PairMetric) -> Iterator[_Number]
     matrix, stderr = spec.values(measurement).tolist(), spec.stderr(measurement).tolist()
     for pair in measurement.pairs():
         i, j = index[pair.row], index[pair.col]
-        constant = (i == j and spec.unit_diagonal) or (spec.zero_is_constant and matrix[i][j] == stderr[i][j] == 0)
+        constant = (i == j and spec.unit_diagonal) or (spec.zero_is_constant and matrix[i][j] == 0)
         if not constant:
             key = f"{_PAIRS}{spec.name}/{_NOT_EVERYWHERE.sub('_', str(pair))}"
             yield _Number(key, matrix[i][j], stderr[i][j], spec)
