@@ -93,13 +93,18 @@ def check_settings(
                 f"max_overhead={max_overhead:g} is more than the training itself; it is a share of it: 0.05 for five "
                 "percent, None for no limit"
             )
-    for name, value in {"initial": initial, "heatmaps": heatmaps, "verbose": verbose, "strict": strict}.items():
+    switches = {
+        "initial": initial,
+        "log_pairs": log_pairs,
+        "heatmaps": heatmaps,
+        "verbose": verbose,
+        "strict": strict,
+    }
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise InputError(f"{name} must be True or False, not {value!r}")
     if not isinstance(log_key_prefix, str):
         raise InputError(f'log_key_prefix must be a string, "probe/" say, not {log_key_prefix!r}')
-    if not (isinstance(log_pairs, bool) or log_pairs == "auto"):
-        raise InputError(f'log_pairs must be True, False or "auto", not {log_pairs!r}')
     if not isinstance(alerts, (bool, AlertRules)):
         raise InputError(f"alerts must be True, False or AlertRules(...), not {alerts!r}")
     if not (on_alert is None or on_alert in ("stop", "checkpoint") or callable(on_alert)):

@@ -14,7 +14,7 @@ from curvmon.errors import warn
 from curvmon.records import Alert
 from curvmon.reporting.canvas import pixels, plain
 from curvmon.reporting.dashboards import logger_prefix, set_up
-from curvmon.reporting.scalars import Keys
+from curvmon.reporting.scalars import Keys, Scalars
 
 log = logging.getLogger("curvmon")
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -74,11 +74,13 @@ class Loggers:
         self._lost: set[int] = set()
         """places of the loggers that did not take the last numbers"""
 
-    def write(self, trainer: Any, scalars: Mapping[str, float], step: int) -> None:
+    def write(self, trainer: Any, scalars: Scalars, epoch: int, step: int) -> None:
         for i, logger in enumerate(trainer.loggers):
-            name = _name(trainer, i)
-            self._guarded(f"{name} did not take the layout", set_up, logger, kind_of(logger), self._keys)
-            taken = self._guarded(f"{name} did not take the numbers", _write_scalars, logger, scalars, step)
+            name, kind = _name(trainer, i), kind_of(logger)
+            values = scalars.for_logger(kind)
+            self._guarded(f"{name} did not take the layout", set_up, logger, kind, self._keys, values.keys())
+            values["epoch"] = float(epoch)
+            taken = self._guarded(f"{name} did not take the numbers", _write_scalars, logger, values, step)
             (self._lost.discard if taken else self._lost.add)(i)
 
     def draw(self, trainer: Any, pictures: Mapping[str, Draw], step: int) -> None:

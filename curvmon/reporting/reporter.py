@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from curvmon.errors import warn
 from curvmon.metrics.registry import pair_metric, pair_metric_names
@@ -27,7 +27,7 @@ class Report:
 
     Args:
         metrics: names of the pair metrics.
-        log_pairs: whether every pair is a scalar; "auto": only for few nodes.
+        log_pairs: whether every pair is a scalar.
         heatmaps: whether figures are drawn.
         log_key_prefix: prefix of every key.
         verbose: whether every measurement is printed.
@@ -40,7 +40,7 @@ class Report:
     def __init__(
         self,
         metrics: Sequence[str],
-        log_pairs: bool | Literal["auto"],
+        log_pairs: bool,
         heatmaps: bool,
         log_key_prefix: str,
         verbose: bool,
@@ -56,7 +56,7 @@ class Report:
         self._figures = KeptFigures()
         self._published: set[str] = set()
         self._pulse: dict[str, float] = {}
-        """of the last pulse since the last snapshot"""
+        """numbers of the last pulse since the last snapshot"""
         self._pulse_step = -math.inf
         """of the last one that the loggers have"""
         self.schedule = PictureSchedule()
@@ -78,14 +78,14 @@ class Report:
             fresh: those of the last snapshot.
         """
         snapshot = snapshots[-1]
-        values = self._keys.named(scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs))
-        # those of a pulse belong to its own step, in the loggers
-        current, self._pulse = values | self._pulse, {}
-        self._publish(trainer, current, self._published - current.keys())
-        self._published = set(current)
+        found = scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs).named(self._keys)
+        values = found.for_callbacks()
+        # in the loggers, those of a pulse belong to its own step
+        values, self._pulse = {**values, **self._pulse}, {}
+        self._publish(trainer, values, self._published - values.keys())
+        self._published = set(values)
         if trainer.is_global_zero:
-            values["epoch"] = float(snapshot.epoch)
-            self._loggers.write(trainer, values, snapshot.step)
+            self._loggers.write(trainer, found, snapshot.epoch, snapshot.step)
             if snapshot.is_full:
                 self._plan_pictures(snapshots, alerts, fresh)
             if self._verbose:
@@ -96,14 +96,14 @@ class Report:
 
         `at_once`: to the loggers in any case.
         """
-        values = self._keys.named(pulse_scalars(record))
-        self._pulse = values
-        self._publish(trainer, values, ())
-        self._published |= values.keys()
+        found = pulse_scalars(record).named(self._keys)
+        self._pulse = found.for_callbacks()
+        self._publish(trainer, self._pulse, ())
+        self._published |= self._pulse.keys()
         is_due = at_once or record.step - self._pulse_step >= trainer.log_every_n_steps
-        if trainer.is_global_zero and values and is_due:
+        if trainer.is_global_zero and self._pulse and is_due:
             self._pulse_step = record.step
-            self._loggers.write(trainer, {**values, "epoch": float(record.epoch)}, record.step)
+            self._loggers.write(trainer, found, record.epoch, record.step)
 
     def _plan_pictures(self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
         pictures, snapshot = self._keys.named(self._pictures(snapshots, alerts, fresh)), snapshots[-1]

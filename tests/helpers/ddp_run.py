@@ -421,7 +421,7 @@ def share(world: World) -> dict[str, Any]:
 
 
 def early_stopping(world: World) -> dict[str, Any]:
-    stop = EarlyStopping("hessian/lambda_1", mode="min", patience=1, min_delta=1e9)
+    stop = EarlyStopping("curvmon/lambda_1", mode="min", patience=1, min_delta=1e9)
     return world.fit(Lit(), CurvatureMonitor(eigenvalues=2), stop, epochs=6)
 
 

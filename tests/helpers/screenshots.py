@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.helpers.browser import Browser, tensorboard
 
-TAGS = "curvmon/loss|hessian/lambda_1$|resonance/mean_d1$|coupling/mean_d1$"
+TAGS = "curvmon/probe_loss|curvmon/lambda_1$|curvmon_distance/resonance/1$|curvmon_distance/coupling/1$"
 # a jump that is smoothed away, or cut off as an outlier, looks like nothing
 ALL_POINTS = """tagged('{kind}').filter(box => box.textContent.includes('Ignore outliers'))
     .forEach(box => (box.querySelector('input') ?? box).click())"""

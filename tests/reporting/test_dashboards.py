@@ -59,7 +59,7 @@ def test_demo_raises_one_alert_at_the_learning_rate_spike(demo: Path) -> None:
 def measured(demo: Path) -> list[dict[str, str]]:
     (table,) = demo.glob("csv/*/metrics.csv")
     with table.open() as file:
-        return [row for row in csv.DictReader(file) if row["hessian/lambda_1"]]
+        return [row for row in csv.DictReader(file) if row["curvmon/lambda_1"]]
 
 
 def test_demo_writes_logs_and_pictures(demo: Path) -> None:
@@ -97,10 +97,10 @@ def shows(page: tuple[Browser, str], tab: str, *expected: str) -> Browser:
 
 
 def test_scalars(page: tuple[Browser, str], demo: Path) -> None:
-    shows(page, "#scalars&tagFilter=hessian", "hessian/lambda_1", "hessian/lambda_min", "hessian/stability_ratio")
-    shows(page, "#scalars&tagFilter=resonance.*stem", "resonance/model.stem--model.layer3")
+    shows(page, "#scalars&tagFilter=hessian", "curvmon/lambda_1", "curvmon/lambda_min", "curvmon/stability_ratio")
+    shows(page, "#scalars&tagFilter=resonance.*stem", "curvmon_pairs/resonance/model.stem--model.layer3")
     # lines are drawn on a canvas, but this tab has the last value in words
-    last = float(measured(demo)[-1]["coupling/mean_d1"])
+    last = float(measured(demo)[-1]["curvmon_distance/coupling/1"])
     shows(page, "?tagFilter=coupling%2Fmean_d1%24#timeseries", "coupling", f"{last:.4g}")
 
 
@@ -125,7 +125,7 @@ def test_alert_text(page: tuple[Browser, str], demo: Path) -> None:
 
 
 def test_dark_mode(page: tuple[Browser, str]) -> None:
-    browser = shows(page, "?darkMode=true#images", "heatmap/coupling")
+    browser = shows(page, "?darkMode=true#images", "curvmon_pictures/coupling")
     browser.wait("document.body.classList.contains('dark-mode')")
     browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5")
     # read back from the page: an opaque white corner, whatever is behind the picture

@@ -64,7 +64,7 @@ class CurvatureMonitor(CallbackBase):
         pulse: between validations, also measure the curvature along the optimizer's own step; an integer: every so many
             optimizer steps; True: as often as 1 % of the training time allows, at most every tenth; False: never.
         rtol: relative standard error at which a measurement stops.
-        log_pairs: log every pair as a scalar; "auto": up to six nodes. Means by distance are always logged.
+        log_pairs: also log every pair as a scalar; means over all pairs and by distance are always logged.
         heatmaps: also log figures (needs matplotlib): of the first measurement, of every one with an alert, of the last
             one, and of as many between them as drawing stays below a tenth of the time of measuring.
         alerts: raise alerts on abrupt changes and on the rules of `AlertRules`; False for none.
@@ -105,7 +105,7 @@ class CurvatureMonitor(CallbackBase):
         max_overhead: Optional[float] = 0.05,  # noqa: UP045
         pulse: Union[bool, int] = True,  # noqa: UP007
         rtol: float = 0.05,
-        log_pairs: Union[bool, Literal["auto"]] = "auto",  # noqa: UP007
+        log_pairs: bool = False,
         heatmaps: bool = True,
         alerts: Union[bool, AlertRules] = True,  # noqa: UP007
         on_alert: Union[Literal["stop", "checkpoint"], Callable, None] = None,  # type: ignore[type-arg]  # noqa: UP007

@@ -339,7 +339,7 @@ def test_the_first_process_decides_what_the_budget_allows(worlds: Any) -> None:
     # the first and the last
     assert [len(one["monitors"][0]["history"]) for one in ranks] == [2, 2]
     assert [one["monitors"][0]["skipped"] for one in ranks] == [1, 1]
-    assert [one["metrics"]["curvmon/skipped"] for one in ranks] == [1, 1]
+    assert [one["metrics"]["curvmon_detail/skipped"] for one in ranks] == [1, 1]
     vitals = [one["monitors"][0]["vitals"] for one in ranks]
     assert len(vitals[0]) == 3 and same(vitals[0], vitals[1])
     # where a measurement has the loss, vital signs do not
@@ -363,7 +363,7 @@ def test_two_monitors(worlds: Any) -> None:
     pairs, eigenvalues = (monitor["history"][0] for monitor in ranks[1]["monitors"])
     assert pairs["measurement"]["nodes"] == ["model.0", "model.2"] and pairs["spectrum"] is None
     assert eigenvalues["measurement"] is None and len(eigenvalues["spectrum"]["eigenvalues"]) == 2
-    assert {"resonance/mean_d1", "train/hessian/lambda_1"} <= ranks[1]["metrics"].keys()
+    assert {"curvmon_distance/resonance/1", "train/curvmon/lambda_1"} <= ranks[1]["metrics"].keys()
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(worlds: Any) -> None:
