@@ -1,4 +1,4 @@
-"""`AlertRules`: what raises an alert. Thresholds of fixed rules, in addition to change detection; None or False: off."""
+"""`AlertRules`: what raises an alert: abrupt changes, and fixed rules with thresholds; None or False: off."""
 
 from __future__ import annotations
 

@@ -107,9 +107,9 @@ class Alerting:
 
         return self._broadcast(decide, ranks)
 
-    def diverged(self, reason: str, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
-        """The alerts that a measurement raises which was not finite, on every rank."""
-        return self._broadcast(lambda: self._manager.diverged(reason, step, epoch), ranks)
+    def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot], ranks: Ranks) -> list[Alert]:
+        """The alerts that a snapshot raises where something was not finite, on every rank."""
+        return self._broadcast(lambda: self._manager.diverged(reason, snapshot, past), ranks)
 
     def _broadcast(self, decide: Callable[[], list[Alert]], ranks: Ranks) -> list[Alert]:
         """Rank 0 decides: losses and running statistics differ between ranks, and rounding can tip a decision."""
