@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from curvmon.alerts.headlines import headline
 from curvmon.alerts.instability import Instability
+from curvmon.alerts.wording import headline
 from curvmon.records import Alert
 
 

@@ -51,18 +51,21 @@ class AlertManager:
         return [alert for alert in self.raised if alert.level == "info"]
 
     def update(self, snapshot: Snapshot, past: Sequence[Snapshot] = (), context: Context | None = None) -> list[Alert]:
-        """What a snapshot raises; `past`: the snapshots before it, of which the last two are enough."""
+        """What a snapshot raises; `past`: the snapshots before it."""
         if not self.enabled:
             return []
         self._last_step = snapshot.step
         causes = self._context.update(context or Context())
         changes = self._changes(snapshot, past, causes) if self._rules.changes else []
-        rules = self._checker.update(snapshot)
-        if changes:  # which say that the loss rose
-            rules = [alert for alert in rules if alert.kind != "loss_explosion"]
-        elif any(alert.kind == "loss_explosion" for alert in rules):  # not to be detected again
+        rules = self._checker.update(snapshot, past, causes)
+        kinds = {alert.kind for alert in rules}
+        if not changes and kinds & {"loss_explosion", "dead_network"}:  # not to be detected again
             self._network.restart(None)
             self._layers.restart(None)
+        if "dead_network" in kinds:  # which says why everything changed
+            changes = []
+        if changes or "dead_network" in kinds:  # which say that the loss rose
+            rules = [alert for alert in rules if alert.kind != "loss_explosion"]
         return self.record([*changes, *rules])
 
     def _changes(self, snapshot: Snapshot, past: Sequence[Snapshot], causes: Sequence[Cause]) -> list[Alert]:
@@ -89,13 +92,13 @@ class AlertManager:
         evidence = self._network.evidence_by_family(deviations)
         return [alert_of_change(change._replace(deviations=deviations), evidence, causes, before, snapshot)]
 
-    def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
-        """What a measurement raises that was not finite."""
-        return self.record(self._checker.diverged(reason, step, epoch)) if self.enabled else []
+    def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot] = ()) -> list[Alert]:
+        """What a snapshot raises where something was not finite."""
+        return self.record(self._checker.diverged(reason, snapshot, past)) if self.enabled else []
 
     def unstable(self, event: Instability, step: int, epoch: int) -> list[Alert]:
         """What a pulse raises. A warning only if nothing was reported at the last snapshot or since then."""
-        if not self.enabled:
+        if not self.enabled or not self._rules.instability:
             return []
         reported = any(alert.step >= self._last_step for alert in self.alerts)
         if event.kind == "approaching_instability" and reported:

@@ -7,12 +7,13 @@ held for as many.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from curvmon.alerts.headlines import headline
+from curvmon.alerts.context import Cause
+from curvmon.alerts.rule_messages import Occasion, Violation, alert_of_divergence, alert_of_violation
 from curvmon.alerts.rules import AlertRules
-from curvmon.records import Alert, Level, Snapshot
+from curvmon.records import Alert, Snapshot
 
 MIN_EXCESS = 4.0
 """standard errors by which a value has to exceed its threshold"""
@@ -25,20 +26,6 @@ RECENT = 4
 _PAIR_RULES = {"coupling_above", "rank_collapse", "gn_gap_above", "dead_network"}
 NEAR_FIRST = 0.7
 """share of the first loss from which on a loss that has grown has exploded: far below, a single sample may do it"""
-
-
-class Violation(NamedTuple):
-    """A rule's condition that holds at this measurement."""
-
-    rule: str
-    metric: str
-    where: str
-    threshold: float
-    value: float
-    headline: str
-    evidence: tuple[str, ...]
-    suggestion: str
-    level: Level = "warning"
 
 
 class RuleChecker:
@@ -58,8 +45,14 @@ class RuleChecker:
         self._largest_rank = 0.0
         self._was_alive = False
 
-    def update(self, snapshot: Snapshot) -> list[Alert]:
-        """Alerts, and notices of level "info"."""
+    def update(self, snapshot: Snapshot, past: Sequence[Snapshot] = (), causes: Sequence[Cause] = ()) -> list[Alert]:
+        """Alerts, and notices of level "info".
+
+        Args:
+            snapshot: the one to check.
+            past: those before it; what was before is told from it.
+            causes: changes of the context at the same time.
+        """
         exploded = self._loss_explosion(snapshot)
         if math.isfinite(snapshot.loss):
             self._first_loss = snapshot.loss if self._first_loss is None else self._first_loss
@@ -84,31 +77,25 @@ class RuleChecker:
             checked |= _SPECTRUM_RULES - (_OPTIMIZER_RULES if math.isnan(snapshot.spectrum.stability_ratio) else set())
         if snapshot.measurement is not None:
             checked |= _PAIR_RULES
-        return self._new_alerts([v for v in violations if v is not None], checked, snapshot.step, snapshot.epoch)
+        new = self._new_violations([v for v in violations if v is not None], checked)
+        return [alert_of_violation(v, self._occasion(v, snapshot, past, causes)) for v in new]
 
-    def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
+    def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot] = ()) -> list[Alert]:
         """Nothing could be measured: the loss or its derivatives are not finite."""
         if not self._rules.not_finite or "not_finite" in self._raised:
             return []
         self._raised.append("not_finite")
-        return [
-            Alert(
-                kind="not_finite",
-                metric="loss",
-                where="loss",
-                before=math.nan,
-                after=math.nan,
-                score=math.inf,
-                step=step,
-                epoch=epoch,
-                headline=headline("Training has diverged: values are NaN or infinite", step=step),
-                evidence=(reason,),
-                suggestion="Go back to an earlier checkpoint, with a lower learning rate.",
-                level="error",
-            )
-        ]
+        before = next((each for each in reversed(past) if math.isfinite(each.loss)), None)
+        return [alert_of_divergence(reason, snapshot, before)]
 
-    def _new_alerts(self, violations: list[Violation], checked: set[str], step: int, epoch: int) -> list[Alert]:
+    def _occasion(
+        self, violation: Violation, now: Snapshot, past: Sequence[Snapshot], causes: Sequence[Cause]
+    ) -> Occasion:
+        streak, rule = self._streaks[violation.rule], violation.rule
+        compared = [snapshot for snapshot in past if _has_value(snapshot, rule)]
+        return Occasion(now, compared[-streak] if len(compared) >= streak else None, causes, streak)
+
+    def _new_violations(self, violations: list[Violation], checked: set[str]) -> list[Violation]:
         """Rules that could not be checked keep their state: a missing value does not end a condition."""
         violated = {v.rule for v in violations}
         for rule in checked:
@@ -120,23 +107,7 @@ class RuleChecker:
         lasting = {v.rule: 1 if v.rule in _AT_ONCE else self._rules.lasting for v in violations}
         new = [v for v in violations if self._streaks[v.rule] >= lasting[v.rule] and v.rule not in self._raised]
         self._raised += [v.rule for v in new]
-        return [
-            Alert(
-                kind=v.rule,
-                metric=v.metric,
-                where=v.where,
-                before=v.threshold,
-                after=v.value,
-                score=abs(v.value / v.threshold) if v.threshold else math.inf,
-                step=step,
-                epoch=epoch,
-                headline=headline(v.headline, step=step),
-                evidence=v.evidence,
-                suggestion=v.suggestion,
-                level=v.level,
-            )
-            for v in new
-        ]
+        return new
 
     def _loss_explosion(self, snapshot: Snapshot) -> Violation | None:
         limit, loss = self._rules.loss_explosion, snapshot.loss
@@ -152,10 +123,8 @@ class RuleChecker:
             where="loss",
             threshold=limit * largest,
             value=loss,
-            headline=f"The loss rose from {recent[-1]:.3g} to {loss:.3g}",
-            evidence=(f"loss of the probe batch: {recent[-1]:.3g} → {loss:.3g}",),
-            suggestion="Go back to an earlier checkpoint, with a lower learning rate.",
             level="error",
+            before=recent[-1],
         )
 
     def _dead_network(self, snapshot: Snapshot) -> Violation | None:
@@ -174,9 +143,6 @@ class RuleChecker:
             where="all pairs",
             threshold=math.nan,
             value=math.nan,
-            headline="The network is dead: the loss does not depend on its layers",
-            evidence=("no coupling is defined any more, as where all ReLUs are off or all outputs are saturated",),
-            suggestion="Go back to an earlier checkpoint, with a lower learning rate.",
             level="error",
         )
 
@@ -191,9 +157,6 @@ class RuleChecker:
             where="lambda_1",
             threshold=limit,
             value=ratio,
-            headline=f"Sharpness is {ratio:.3g} times what the optimizer keeps stable",
-            evidence=(f"λ_1 over the largest stable sharpness, on the probe batch: {ratio:.3g}",),
-            suggestion="Do nothing while the loss falls: most runs train at this edge of stability.",
             level="info",
         )
 
@@ -208,9 +171,6 @@ class RuleChecker:
             where="lambda_1",
             threshold=limit,
             value=ratio,
-            headline=f"Sharpness is {ratio:.3g} times what the optimizer keeps stable",
-            evidence=(f"λ_1 over the largest stable sharpness, on the probe batch: {ratio:.3g}",),
-            suggestion="Lower the learning rate, or warm it up longer.",
         )
 
     def _coupling_above(self, snapshot: Snapshot) -> Violation | None:
@@ -229,9 +189,6 @@ class RuleChecker:
             where=where,
             threshold=limit,
             value=value,
-            headline=f"Coupling is {value:.3g}",
-            evidence=(f"coupling {where}: {value:.3g}",),
-            suggestion="Look at the GN-Gap: K-FAC and Fisher miss curvature between these layers.",
             level="info",
         )
 
@@ -249,9 +206,6 @@ class RuleChecker:
             where="lambda_min",
             threshold=limit,
             value=ratio,
-            headline="The loss stalls at a saddle point",
-            evidence=(f"smallest eigenvalue over the largest: {ratio:.2g}",),
-            suggestion="Try more gradient noise, momentum or a larger learning rate.",
         )
 
     def _rank_collapse(self, snapshot: Snapshot) -> Violation | None:
@@ -270,10 +224,8 @@ class RuleChecker:
             where="all pairs",
             threshold=limit,
             value=value,
-            headline=f"The mean stable rank between layers fell to {value:.3g}",
-            evidence=(f"mean stable rank between layers: {self._largest_rank:.3g} → {value:.3g}",),
-            suggestion="Look for collapsed representations, or a single sample that dominates the loss.",
             level="info",
+            before=self._largest_rank,
         )
 
     def _gn_gap_above(self, snapshot: Snapshot) -> Violation | None:
@@ -292,9 +244,6 @@ class RuleChecker:
             where=where,
             threshold=limit,
             value=value,
-            headline=f"GN-Gap is {value:.3g}",
-            evidence=(f"GN-Gap {where}: {value:.3g}",),
-            suggestion="Do not rely on Gauss-Newton, K-FAC or Fisher between these layers.",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,3 +263,10 @@ class RuleChecker:
         self._losses, self._largest_rank = list(state["losses"]), state["largest_rank"]
         self._first_loss, self._recent_losses = state["first_loss"], list(state["recent_losses"])
         self._was_alive = state["was_alive"]
+
+
+def _has_value(snapshot: Snapshot, rule: str) -> bool:
+    """The rule could be checked."""
+    if rule in _SPECTRUM_RULES:
+        return snapshot.spectrum is not None
+    return snapshot.measurement is not None if rule in _PAIR_RULES else math.isfinite(snapshot.loss)

@@ -1,4 +1,4 @@
-"""`AlertRules`: what raises an alert. Thresholds of fixed rules, in addition to change detection; None or False: off."""
+"""`AlertRules`: what raises an alert: abrupt changes, and fixed rules with thresholds; None or False: off."""
 
 from __future__ import annotations
 
@@ -45,6 +45,9 @@ class AlertRules:
     """threshold of the largest GN-Gap"""
     loss_explosion: float | None = 2.0
     """loss of the probe batch over the largest of the last four, if it is also near that of the first measurement"""
+    instability: bool = True
+    """a step ratio of the pulses that announces an instability; also the notice that the learning rate could be several
+    times larger"""
     dead_network: bool = True
     """no coupling is defined any more: the loss does not depend on the layers"""
     not_finite: bool = True
@@ -53,7 +56,7 @@ class AlertRules:
     """measurements in a row for which a condition has to hold"""
 
     def __post_init__(self) -> None:
-        for name in ("changes", "not_finite", "dead_network"):
+        for name in ("changes", "not_finite", "dead_network", "instability"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for name in (

@@ -1,6 +1,6 @@
 """The records that curvmon returns. Frozen: a result never changes after it was measured."""
 
-from curvmon.records.events import Alert, Level, Snapshot, VitalSigns
+from curvmon.records.events import PROBE_LOSS, Alert, Level, Snapshot, VitalSigns
 from curvmon.records.measurement import (
     AFTER_LAST_NODE,
     METRICS,
@@ -16,6 +16,7 @@ from curvmon.records.spectrum import Density, GroupSpectrum, Spectrum
 __all__ = [
     "AFTER_LAST_NODE",
     "METRICS",
+    "PROBE_LOSS",
     "Alert",
     "Density",
     "ExactMeasurement",

@@ -11,6 +11,8 @@ from curvmon.records.measurement import Measurement
 from curvmon.records.spectrum import Spectrum
 
 Level = Literal["info", "warning", "error"]
+PROBE_LOSS = "the loss of the probe batch"
+"""in `VitalSigns.not_finite`, in addition to names of parameters and buffers"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class VitalSigns:
         update_norm: ‖θ - θ_before‖, θ_before at the vital signs before these; NaN for the first.
         learning_rate: the largest of all optimizers.
         not_finite: names of parameters and buffers with entries that are NaN or infinite, and were finite before; also
-            "the loss of the probe batch".
+            `PROBE_LOSS`.
         sharpness: λ_1 from a few HVPs that start at the last eigenvector; NaN where there was no time for it.
         sharpness_error: its residual, a bound of its error.
         hvps: Hessian-vector products for it.

@@ -108,9 +108,9 @@ class Alerting:
 
         return self._broadcast(decide, ranks)
 
-    def diverged(self, reason: str, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
-        """The alerts that a measurement raises which was not finite, on every rank."""
-        return self._broadcast(lambda: self._manager.diverged(reason, step, epoch), ranks)
+    def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot], ranks: Ranks) -> list[Alert]:
+        """The alerts that a snapshot raises where something was not finite, on every rank."""
+        return self._broadcast(lambda: self._manager.diverged(reason, snapshot, past), ranks)
 
     def unstable(self, event: Instability, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
         """The alerts that a pulse raises, on every rank."""

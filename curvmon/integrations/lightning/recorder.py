@@ -20,8 +20,7 @@ from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner, Target
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulses import Pulses
-from curvmon.monitor.vital_signs import PROBE_LOSS
-from curvmon.records import Alert, Snapshot
+from curvmon.records import PROBE_LOSS, Alert, Snapshot
 from curvmon.reporting.console import progress
 from curvmon.reporting.reporter import Report
 
@@ -205,7 +204,7 @@ class Recorder:
             self._compare_nodes(snapshot)
             fresh = self.alerting.update(trainer, pl_module, snapshot, list(self.history), ranks)
             if not_finite is not None:
-                fresh += self.alerting.diverged(not_finite, snapshot.step, snapshot.epoch, ranks)
+                fresh += self.alerting.diverged(not_finite, snapshot, list(self.history), ranks)
             self.history.append(replace(snapshot, alerts=len(self.alerting.alerts)))
             self.counts["validations"] += 1
             self.counts["full"] += snapshot.is_full
