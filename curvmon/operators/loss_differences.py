@@ -30,11 +30,11 @@ from curvmon.isolation.model_state import isolated, own_copy, reseed
 from curvmon.numerics import NOT_FINITE, precise
 from curvmon.operators.session import NOISE_SEED, Loss
 
-TARGET = 1e-3
+TARGET = 1e-4
 """|f(h) - 2 f(0) + f(-h)| / |f(0)|"""
-SMALLEST, LARGEST = 1e-4, 1e-2
-"""what is accepted: rounding is about 1e-7 of the loss"""
-LARGEST_SLOPE = 0.1
+SMALLEST, LARGEST = 1e-5, 1e-3
+"""what is accepted: the rounding of a loss in single precision is about 1e-7 of it"""
+LARGEST_SLOPE = 0.03
 """of h g^T u, as a share of the loss, where the curvature is small"""
 REPEATABLE = 1e-6
 """relative difference of the loss between two forward passes of the same"""

@@ -165,7 +165,7 @@ def test_other_operations_are_noticed() -> None:
         return loss(model, batch) + (F.relu(model.out.bias).sum() if len(calls) > 2 else 0.0)
 
     before = stepped(model, 0.1)
-    with pytest.raises(ChangingLossError, match="piecewise linear|where it was not before"):
+    with pytest.raises(ChangingLossError, match=r"piecewise linear|where it was not before"):
         along(model, before, of=branching)
 
 
