@@ -390,20 +390,22 @@ def test_wrong_settings(wrong: Any) -> None:
         CurvatureMonitor(pulse=wrong)
 
 
-def test_pulses_take_one_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the test's clock: a training step takes a second, a forward pass a tenth of it."""
+class Timed(Lit):
+    """A training step takes a second, a forward pass a tenth of it."""
+
     clock = FakeClock()
 
-    class Timed(Lit):
-        def loss(self, batch: Batch) -> Tensor:
-            clock.advance(0.1 if self.training else 0.0)
-            return super().loss(batch)
+    def loss(self, batch: Batch) -> Tensor:
+        type(self).clock.advance(0.1 if self.training else 0.0)
+        return super().loss(batch)
 
-        def on_train_batch_end(self, *args: Any) -> None:
-            clock.advance(0.9)
+    def on_train_batch_end(self, *args: Any) -> None:
+        type(self).clock.advance(0.9)
 
-    monkeypatch.setattr(callback, "Budget", lambda max_overhead: Budget(max_overhead, clock=clock))
-    monitor = few(pulse=True, probe_size=8)
+
+def test_pulses_take_one_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback, "Budget", lambda max_overhead: Budget(max_overhead, clock=Timed.clock))
+    monitor = few(pulse=True, probe_size=8, max_overhead=0.05)
     fit(Timed(), monitor, epochs=20)
     budget = monitor._recorder.budget
     steps = [record.step for record in monitor.pulses]
