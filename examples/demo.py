@@ -71,7 +71,9 @@ class Rows(pl.Callback):
             flush=True,
         )
         for alert in self._monitor.alerts[self._told :]:
-            print(textwrap.fill(f"ALERT at step {alert.step}: {alert.message}", 96, subsequent_indent="    "))
+            print(f"ALERT at step {alert.step}: {alert.headline}")
+            for line in alert.details:
+                print(textwrap.fill(line, 96, initial_indent="    ", subsequent_indent="      "))
         self._told = len(self._monitor.alerts)
 
 

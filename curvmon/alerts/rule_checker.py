@@ -50,7 +50,7 @@ class RuleChecker:
 
         Args:
             snapshot: the one to check.
-            past: those before it; what was before is told from it.
+            past: those before it, for values before and after.
             causes: changes of the context at the same time.
         """
         exploded = self._loss_explosion(snapshot)

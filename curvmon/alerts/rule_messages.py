@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from curvmon.alerts.context import Cause
-from curvmon.alerts.observations import checkpoint, evidence, raised_rate
+from curvmon.alerts.observations import checkpoint, evidence, loss_rose, raised_rate
 from curvmon.alerts.wording import JUMPED, before_after, headline, times
 from curvmon.records import PROBE_LOSS, Alert, Level, Snapshot
 from curvmon.records.formatting import short
 
+_LOWER = "Lower the learning rate, or warm it up longer."
+_USUAL = "most runs train at this edge of stability"
 STABILITY = "λ_1 over the largest stable sharpness of the optimizer, on the probe batch"
 
 
@@ -132,10 +134,10 @@ def _dead_network(violation: Violation, at: Occasion) -> Text:
 
 def _edge_of_stability(violation: Violation, at: Occasion) -> Text:
     return Text(
-        f"Sharpness is {short(violation.value)} times the optimizer's stability limit",
+        f"Sharpness reached the optimizer's stability limit, {short(violation.value)} times it",
         (),
         [_stability(violation, at)],
-        "Do nothing while the loss falls: most runs train at this edge of stability.",
+        _LOWER if loss_rose(at.before, at.now) else f"Do nothing while the loss falls: {_USUAL}.",
     )
 
 
@@ -144,7 +146,7 @@ def _far_beyond_stability(violation: Violation, at: Occasion) -> Text:
         f"Sharpness is {short(violation.value)} times the optimizer's stability limit",
         (),
         [_stability(violation, at)],
-        "Lower the learning rate or warm it up longer, unless the loss keeps falling.",
+        _LOWER if loss_rose(at.before, at.now) else f"{_LOWER[:-1]}, unless the loss keeps falling.",
     )
 
 

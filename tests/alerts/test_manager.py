@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from curvmon import AlertRules
 from curvmon.alerts.context import Context, Source
@@ -137,6 +138,20 @@ def test_a_change_after_a_gap_has_to_be_larger(factor: float, gap: int, expected
         raised += sum(alert.level != "info" for alert in manager.update(now, past))
         past.append(now)
     assert raised == expected
+
+
+def test_a_dead_network_is_one_alert_and_its_loss_no_other() -> None:
+    rng, manager, past, raised = random.Random(3), AlertManager(), [], []
+    for i in range(24):
+        now = snapshot(i, rng)
+        assert now.measurement is not None
+        if i >= 15:
+            dead = torch.full_like(now.measurement.coupling, math.nan)
+            zero = torch.zeros_like(dead)
+            now = replace(now, measurement=replace(now.measurement, coupling=dead, resonance=zero, loss=9.0))
+        raised += [(i, alert.kind) for alert in manager.update(now, past) if alert.level != "info"]
+        past.append(now)
+    assert raised == [(15, "dead_network")]
 
 
 def test_the_manager_keeps_what_it_raised() -> None:

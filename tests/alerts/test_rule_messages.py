@@ -69,7 +69,7 @@ EXPECTED = {
     ),
     "edge_of_stability": (
         [FINE, *3 * [dict(spectrum=spectrum(ratio=1.5))]],
-        "Sharpness is 1.5 times the optimizer's stability limit, step 300",
+        "Sharpness reached the optimizer's stability limit, 1.5 times it, step 300",
         [
             "λ_1 over the largest stable sharpness of the optimizer, on the probe batch: 0.5 → 1.5, above 1 in 3 "
             "measurements in a row",
@@ -84,7 +84,7 @@ EXPECTED = {
             "λ_1 over the largest stable sharpness of the optimizer, on the probe batch: 30, above 20 in 3 "
             "measurements in a row"
         ],
-        "Lower the learning rate or warm it up longer, unless the loss keeps falling.",
+        "Lower the learning rate, or warm it up longer, unless the loss keeps falling.",
     ),
     "coupling_above": (
         [FINE, *3 * [dict(measurement=measurement(coupling=1.2, gap=0.9))]],
@@ -130,6 +130,12 @@ def test_texts(rule: str) -> None:
     assert alert.kind == rule
     assert (alert.headline, list(alert.evidence), alert.suggestion) == (headline, evidence, suggestion)
     assert len(alert.headline) < 80
+
+
+def test_a_loss_that_rises_is_no_edge_of_stability_to_train_at() -> None:
+    alert = raised(FINE, *3 * [dict(spectrum=spectrum(ratio=1.5, loss=2.0))])
+    assert alert.kind == "edge_of_stability" and "loss of the probe batch: 1 → 2" in alert.evidence
+    assert alert.suggestion == "Lower the learning rate, or warm it up longer."
 
 
 def test_every_rule_has_a_text() -> None:

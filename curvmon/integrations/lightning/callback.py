@@ -18,6 +18,7 @@ from curvmon.integrations.lightning.compatibility import (
     unsupported,
 )
 from curvmon.integrations.lightning.recorder import Recorder
+from curvmon.integrations.lightning.state_keys import StateKey, same_prefix
 from curvmon.metrics.registry import pair_metric_names
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.history import History
@@ -68,7 +69,8 @@ class CurvatureMonitor(CallbackBase):
         heatmaps: also log figures (needs matplotlib): of the first measurement, of every one with an alert, of the last
             one, and of as many between them as drawing stays below a tenth of the time of measuring.
         alerts: raise alerts on abrupt changes and on the rules of `AlertRules`; False for none.
-        on_alert: a function that is called with every `Alert` (on rank 0), or "stop" or "checkpoint".
+        on_alert: a function that is called with every `Alert` (on rank 0); "stop" ends training, "checkpoint" writes a
+            checkpoint, and both say so.
         seed: seed of the random probes.
         log_key_prefix: in front of every key; two monitors in one Trainer need different ones.
         verbose: print a line for every measurement.
@@ -84,7 +86,8 @@ class CurvatureMonitor(CallbackBase):
         notices: informational events, not counted as alerts, such as the edge of stability.
 
     Raises:
-        InputError: an argument has a wrong type or value, in the constructor.
+        InputError: an argument has a wrong type or value, in the constructor; two monitors of one Trainer have the same
+            `log_key_prefix`, in the Trainer's constructor.
         NodeError: `nodes` or `output` match no module, before training starts.
         CurvmonError: the run cannot be monitored, with `strict=True`, before training starts.
     """
@@ -163,6 +166,7 @@ class CurvatureMonitor(CallbackBase):
             Pulses(PulseSchedule(pulse, max_overhead), budget, history_size),
         )
         self._ranks: Ranks | None = None
+        self._was_set_up = False
         self._active = False
         self._loaded = False
         self._validations = 0
@@ -195,6 +199,11 @@ class CurvatureMonitor(CallbackBase):
     # ---- hooks: before training ----
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._was_set_up = True
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        monitors = [callback for callback in callbacks if isinstance(callback, CurvatureMonitor)]
+        if any(other is not self and other._prefix == self._prefix for other in monitors):
+            raise same_prefix(self._prefix)
         if stage not in ("fit", "validate"):
             return
         reason = unsupported(trainer, pl_module, self._loss is not None)
@@ -303,7 +312,8 @@ class CurvatureMonitor(CallbackBase):
 
     @property
     def state_key(self) -> str:
-        return f"CurvatureMonitor[{self._prefix}]" if self._prefix else "CurvatureMonitor"
+        key = f"CurvatureMonitor[{self._prefix}]" if self._prefix else "CurvatureMonitor"
+        return key if self._was_set_up else StateKey(key, self, self._prefix)
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives, lists, dicts and tensors only, so that it can be loaded with `weights_only`."""

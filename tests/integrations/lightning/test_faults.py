@@ -532,11 +532,6 @@ def test_two_monitors_resume_independently(tmp_path: Path) -> None:
     assert not second[0].spectra and not second[1].history
 
 
-def test_two_monitors_need_different_prefixes() -> None:
-    with pytest.raises(RuntimeError, match="more than one stateful callback"):
-        pl.Trainer(callbacks=[CurvatureMonitor(), CurvatureMonitor()], **QUIET)
-
-
 def test_training_batch_is_kept_when_resumed(tmp_path: Path) -> None:
     """Because training_step does not take validation batches; nothing new to warn of."""
     whole, second = CurvatureMonitor(), CurvatureMonitor()
