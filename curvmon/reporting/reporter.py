@@ -73,12 +73,12 @@ class Report:
             fresh: those of the last snapshot.
         """
         snapshot = snapshots[-1]
-        found = scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs).named(self._keys)
-        values = found.for_callbacks()
+        numbers = scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs).named(self._keys)
+        values = numbers.for_callbacks()
         self._publish(trainer, values, self._published - values.keys())
         self._published = set(values)
         if trainer.is_global_zero:
-            self._loggers.write(trainer, found, snapshot.epoch, snapshot.step)
+            self._loggers.write(trainer, numbers, snapshot.epoch, snapshot.step)
             if snapshot.is_full:
                 self._plan_pictures(snapshots, alerts, fresh)
             if self._verbose:
