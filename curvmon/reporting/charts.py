@@ -45,7 +45,7 @@ class Chart(NamedTuple):
 
 def sections() -> dict[str, list[Chart]]:
     """The charts of a dashboard by section; metrics with one chart title share a chart."""
-    found: dict[str, dict[str, Chart]] = {
+    arranged: dict[str, dict[str, Chart]] = {
         # two charts fit into one row of a small screen, where the headline has to be seen below them
         OWN: {
             "loss": Chart("loss", _headline_keys(get("loss")), own=_LOSS),
@@ -57,9 +57,9 @@ def sections() -> dict[str, list[Chart]]:
     }
     for spec in all_metrics():
         if spec.chart and not spec.detail:
-            charts = found.setdefault(spec.section, {})
+            charts = arranged.setdefault(spec.section, {})
             charts[spec.chart] = _with_lines(charts.get(spec.chart), spec)
-    return {section: list(charts.values()) for section, charts in found.items() if charts}
+    return {section: list(charts.values()) for section, charts in arranged.items() if charts}
 
 
 def _headline() -> list[MetricSpec]:

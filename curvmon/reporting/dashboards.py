@@ -78,7 +78,7 @@ STEP = "trainer/global_step"
 
 
 def tensorboard_link(*tags: str, address: str = "http://localhost:6006/") -> str:
-    """A link to TensorBoard's Time Series with some tags pinned, above the groups, which it sorts by name.
+    """A link to TensorBoard's first tab with some tags pinned, above the groups, which it sorts by name.
 
     Args:
         tags: names of scalars.
@@ -126,10 +126,10 @@ class _Layouts:
 def _lay_out(logger: Any, keys: Keys, names: Collection[str]) -> None:
     """A layout of the charts that have lines; again where new ones come up, of which TensorBoard shows the latest."""
     written: _Layouts = vars(logger.experiment).setdefault("_curvmon_layouts", _Layouts())
-    known = written.names.get(keys.prefix, frozenset())
-    if known.issuperset(names):
+    earlier = written.names.get(keys.prefix, frozenset())
+    if earlier.issuperset(names):
         return
-    every = {**written.names, keys.prefix: known.union(names)}
+    every = {**written.names, keys.prefix: earlier.union(names)}
     layout = tensorboard_layout(every, logger_prefix(logger))
     # a user's own layout, or that of the run which is resumed here, is not replaced
     if layout != written.latest and _layouts_in(logger) == written.count:
@@ -152,16 +152,16 @@ def tensorboard_layout(names: Mapping[str, Collection[str]], logger_prefix: str 
     for chart in own[1]:
         lines = [Keys(f"{logger_prefix}{prefix}").pattern(chart.names) for prefix in names]
         layout[own[0]][chart.title] = ["Multiline", [Keys(logger_prefix).pattern(chart.own), *lines]]
-    for prefix, known in names.items():
+    for prefix, keys in names.items():
         for section, charts in further:
-            found = {}
+            with_lines = {}
             for chart in charts:
                 lines_of = chart.logarithms or chart.names
-                if any(re.match(Keys(prefix).pattern(lines_of), key) for key in known):
+                if any(re.match(Keys(prefix).pattern(lines_of), key) for key in keys):
                     title = f"{chart.title}, log10" if chart.logarithms else chart.title
-                    found[title] = ["Multiline", [Keys(f"{logger_prefix}{prefix}").pattern(lines_of)]]
-            if found:
-                layout[f"{section} ({prefix.rstrip('/')})" if prefix else section] = found
+                    with_lines[title] = ["Multiline", [Keys(f"{logger_prefix}{prefix}").pattern(lines_of)]]
+            if with_lines:
+                layout[f"{section} ({prefix.rstrip('/')})" if prefix else section] = with_lines
     return layout
 
 

@@ -78,14 +78,14 @@ class Report:
             fresh: those of the last snapshot.
         """
         snapshot = snapshots[-1]
-        found = scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs).named(self._keys)
-        values = found.for_callbacks()
+        numbers = scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs).named(self._keys)
+        values = numbers.for_callbacks()
         # in the loggers, those of a pulse belong to its own step
         values, self._pulse = {**values, **self._pulse}, {}
         self._publish(trainer, values, self._published - values.keys())
         self._published = set(values)
         if trainer.is_global_zero:
-            self._loggers.write(trainer, found, snapshot.epoch, snapshot.step)
+            self._loggers.write(trainer, numbers, snapshot.epoch, snapshot.step)
             if snapshot.is_full:
                 self._plan_pictures(snapshots, alerts, fresh)
             if self._verbose:
@@ -96,14 +96,14 @@ class Report:
 
         `at_once`: to the loggers in any case.
         """
-        found = pulse_scalars(record).named(self._keys)
-        self._pulse = found.for_callbacks()
+        numbers = pulse_scalars(record).named(self._keys)
+        self._pulse = numbers.for_callbacks()
         self._publish(trainer, self._pulse, ())
         self._published |= self._pulse.keys()
         is_due = at_once or record.step - self._pulse_step >= trainer.log_every_n_steps
         if trainer.is_global_zero and self._pulse and is_due:
             self._pulse_step = record.step
-            self._loggers.write(trainer, found, record.epoch, record.step)
+            self._loggers.write(trainer, numbers, record.epoch, record.step)
 
     def _plan_pictures(self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
         pictures, snapshot = self._keys.named(self._pictures(snapshots, alerts, fresh)), snapshots[-1]

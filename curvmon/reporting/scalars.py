@@ -103,8 +103,8 @@ def log10_key(key: str, spec: MetricSpec) -> str | None:
 def groups() -> tuple[str, ...]:
     """Glob patterns that together match every key of a dashboard."""
     own = [re.sub(r"(/|\{\}).*", lambda cut: "/*" if cut[1] == "/" else "*", spec.key) for spec in scalar_metrics()]
-    known = (f"{group}*" for group in (HEADLINE, _SPECTRUM, _DISTANCE, _PAIRS, _PICTURES))
-    return tuple(group for group in dict.fromkeys((*known, *own)) if not group.startswith(_DETAIL))
+    ours = (f"{group}*" for group in (HEADLINE, _SPECTRUM, _DISTANCE, _PAIRS, _PICTURES))
+    return tuple(group for group in dict.fromkeys((*ours, *own)) if not group.startswith(_DETAIL))
 
 
 class Scalars(NamedTuple):

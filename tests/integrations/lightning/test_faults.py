@@ -389,7 +389,7 @@ def test_unknown_node_raises_before_training(options: Any, message: str) -> None
         ({"verbose": "no"}, "verbose must be True or False, not 'no'"),
         ({"heatmaps": None}, "heatmaps must be True or False, not None"),
         ({"log_key_prefix": None}, 'log_key_prefix must be a string, "probe/" say, not None'),
-        ({"log_pairs": "never"}, "log_pairs must be True, False or \"auto\", not 'never'"),
+        ({"log_pairs": "auto"}, "log_pairs must be True or False, not 'auto'"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*63\), not -1"),
         ({"seed": 0.5}, "seed must be an integer, not 0.5"),
         ({"seed": True}, "seed must be an integer, not True"),
