@@ -130,7 +130,7 @@ class Pulses:
             loss=_mean([pulse.loss for pulse in pulses]),
         )
         with self.budget.taking_pulse():
-            decision: _Decision = ranks.broadcast(self._decide(record, seconds) if ranks.rank == 0 else None)
+            decision: _Decision = ranks.broadcast(self._decide(record, seconds, warn) if ranks.rank == 0 else None)
         self._schedule.follow(decision.interval)
         if decision.fewer and self._taker.use_fewer():
             self._schedule.became_cheaper(0.5)
@@ -144,8 +144,12 @@ class Pulses:
         except Exception as error:
             return Failure(classify(error), describe(error))
 
-    def _decide(self, record: PulseRecord, seconds: float) -> _Decision:
-        event = self._detector.update(record)
+    def _decide(self, record: PulseRecord, seconds: float, warn: Warn) -> _Decision:
+        event = None
+        try:
+            event = self._detector.update(record)
+        except Exception as error:  # the other ranks are waiting
+            warn(f"the step ratio is not judged: {describe(error)}; training goes on", "step ratio")
         record = replace(record, step_ratio=self._detector.step_ratio, critical_lr=self._detector.critical_lr)
         interval = self._schedule.took(seconds, self.budget.trained)
         return _Decision(record, event, interval, self._schedule.wants_cheaper(interval))
