@@ -44,6 +44,7 @@ SECTIONS: dict[str, list[str]] = {
         "Density",
         "StabilityLimit",
         "Pulse",
+        "PulseRecord",
         "Alert",
     ],
     "Errors": [

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from curvmon.records import METRICS
+from curvmon.records import METRICS, PulseRecord
 from curvmon.reporting.charts import sections
 from curvmon.reporting.dashboards import wandb_workspace
-from curvmon.reporting.scalars import picture_keys, scalars
+from curvmon.reporting.scalars import picture_keys, pulse_scalars, scalars
 from tests.helpers.synthetic_records import synthetic_measurement, synthetic_spectra
 
 PICTURES = picture_keys()
@@ -20,7 +20,9 @@ PICTURES = picture_keys()
 
 def keys() -> list[str]:
     (snapshot,) = synthetic_spectra(1)
-    return list(scalars(replace(snapshot, measurement=synthetic_measurement(3), overhead=0.01, seconds=0.1)).shown)
+    shown = scalars(replace(snapshot, measurement=synthetic_measurement(3), overhead=0.01, seconds=0.1)).shown
+    pulse = PulseRecord(7, 0, 0.5, 0.2, learning_rate=0.1, step_ratio=0.2, critical_lr=0.5)
+    return [*shown, *pulse_scalars(pulse).shown]
 
 
 @pytest.fixture(params=["", "fold.1/"])
@@ -54,6 +56,8 @@ def test_plots_match_logged_keys(prefix: str) -> None:
     assert lines["coupling by distance"] == {"curvmon_distance/coupling/1", "curvmon_distance/coupling/2"}
     assert lines["top eigenvalues"] == {"curvmon/lambda_1", *(f"curvmon_spectrum/lambda_{i}" for i in range(2, 6))}
     assert lines["smallest eigenvalue λ_min"] == {"curvmon/lambda_min"}
+    assert lines["step ratio"] == {"curvmon/step_ratio"}
+    assert lines["critical learning rate"] == {"curvmon/critical_lr"}
     assert lines["overhead"] == {"curvmon/overhead"}
     assert lines["loss"] == {"curvmon/probe_loss"} and lines["accuracy, alerts so far"] == {"curvmon/alerts"}
 
