@@ -97,6 +97,16 @@ def test_trouble_late_in_a_run_raises_an_alert_at_once(name: str, seed: int, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
+def test_a_pulse_announces_a_learning_rate_before_the_validation_does(seed: int, tmp_path: Path) -> None:
+    name = "learning rate x 300"
+    monitor, _ = fit(tmp_path, EPOCHS, LATE[name], AT, seed=seed, make=starved, pulse=5)
+    steps = [s.step for s in monitor.snapshots]
+    first, *_ = monitor.alerts
+    assert first.kind == "approaching_instability" and steps[AT] < first.step < steps[AT + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
 def test_a_quiet_run_with_vital_signs_alone_raises_none(seed: int, tmp_path: Path) -> None:
     monitor, _ = fit(tmp_path, EPOCHS, seed=seed, make=starved)
     assert monitor.alerts == []
