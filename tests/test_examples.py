@@ -191,7 +191,7 @@ def test_two_processes_have_the_same_numbers(out: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 processes have the same numbers" in done.stdout
     logged = columns(out)
-    for key in ("curvmon_distance/resonance/2", "curvmon_distance/gn_gap/1", "curvmon_spectrum/lambda_5"):
+    for key in ("curvmon_distance/resonance/1", "curvmon_distance/gn_gap/1", "curvmon_spectrum/lambda_5"):
         assert len(logged[key]) == 2 and all(map(math.isfinite, logged[key]))
 
 

@@ -608,7 +608,7 @@ EVERY_ARGUMENT: dict[str, Any] = {
     "output": "net",
     "max_overhead": 0.5,
     "rtol": 0.1,
-    "log_pairs": False,
+    "log_pairs": True,
     "heatmaps": False,
     "alerts": {"gn_gap_above": 2.0, "saddle": None},
     "on_alert": "checkpoint",
