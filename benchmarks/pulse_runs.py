@@ -28,6 +28,8 @@ QUIET = 700
 """steps of a quiet run"""
 EVERY = 2
 """steps from one pulse to the next"""
+SPARSE_AT, SPARSE_EVERY = 1500, 50
+"""the same where pulses are as rare as a small budget makes them"""
 EMA = 0.05
 """weight of a new value in the smoothed loss: a mean over about 20 steps"""
 RISE = 1.1
@@ -77,9 +79,17 @@ class Run:
     """A training run that can be disturbed."""
 
     def __init__(
-        self, family: Family, optimizer: str, seed: int, data: Path | None, schedule: Schedule = "constant"
+        self,
+        family: Family,
+        optimizer: str,
+        seed: int,
+        data: Path | None,
+        schedule: Schedule = "constant",
+        every: int = EVERY,
     ) -> None:
+        """A pulse at every `every`-th step."""
         self.family, self.optimizer_name, self.data, self.schedule = family, optimizer, data, schedule
+        self.every = every
         self.generator = torch.Generator().manual_seed(seed)
         self.rate = family.rates[OPTIMIZERS.index(optimizer)]
         self.step = 0
@@ -117,7 +127,7 @@ class Run:
         return x[chosen].roll((down, right), (2, 3)), y[chosen]
 
     def train(self) -> Step:
-        """One step, with a pulse at every EVERY-th."""
+        """One step, maybe with a pulse."""
         batch = self.corrupt(self.draw())
         rate = self.rate * share_of_rate(self.schedule, self.step) * self.factor()
         for group in self.optimizer.param_groups:
@@ -131,7 +141,7 @@ class Run:
         self.optimizer.step()
         u = [a - p.detach() for a, p in zip(before, parameters)]
         gain = curvature = math.nan
-        if self.step % EVERY == 0:
+        if self.step % self.every == 0:
             after = [p.detach().clone() for p in parameters]
             put(parameters, before)
             gain, curvature = pulse(self.model, batch, u)
@@ -261,19 +271,27 @@ class Recorded(NamedTuple):
     seed: int
     kind: str
     """an event, or the schedule of a quiet run"""
+    at: int
+    """the step of the event; in quiet runs their number of steps"""
     steps: list[Step]
 
-    def pulses(self, every: int) -> list[PulseRecord]:
-        return [
-            PulseRecord(i, 0, step.gain, step.curvature, step.learning_rate, step.loss)
-            for i, step in enumerate(self.steps)
-            if i % every == 0
-        ]
+    def pulse(self, i: int, every: int) -> PulseRecord | None:
+        """That a monitor takes at a step, with a pulse at every `every`-th."""
+        step = self.steps[i]
+        if i % every:
+            return None
+        return PulseRecord(i, 0, step.gain, step.curvature, step.learning_rate, step.loss)
+
+    def rises_at(self) -> int | None:
+        return risen_at([step.loss for step in self.steps], self.at)
 
 
-def disturbed_runs(family: Family, optimizer: str, seed: int, data: Path | None) -> list[Recorded]:
-    run = Run(family, optimizer, seed, data)
-    past = [run.train() for _ in range(AT)]
+def disturbed_runs(
+    family: Family, optimizer: str, seed: int, data: Path | None, at: int = AT, every: int = EVERY
+) -> list[Recorded]:
+    """A run for each event; they end when the loss has been high for 20 steps, or after LONGEST steps."""
+    run = Run(family, optimizer, seed, data, every=every)
+    past = [run.train() for _ in range(at)]
     recorded = []
     for name, apply in EVENTS.items():
         if name == "inputs grow" and family.name in ("GPT", "ResNet"):
@@ -281,26 +299,42 @@ def disturbed_runs(family: Family, optimizer: str, seed: int, data: Path | None)
         twin, steps = run.copied(), list(past)
         apply(twin)
         beyond = 0
-        while len(steps) < AT + LONGEST and beyond < 20:
+        while len(steps) < at + LONGEST and beyond < 20:
             steps.append(twin.train())
-            beyond += not math.isfinite(steps[-1].loss) or risen_at([s.loss for s in steps], AT) is not None
-        recorded.append(Recorded(family.name, optimizer, seed, name, steps))
+            beyond += not math.isfinite(steps[-1].loss) or risen_at([s.loss for s in steps], at) is not None
+        recorded.append(Recorded(family.name, optimizer, seed, name, at, steps))
     return recorded
 
 
 def quiet_run(family: Family, optimizer: str, seed: int, data: Path | None, schedule: Schedule) -> Recorded:
     run = Run(family, optimizer, seed, data, schedule)
-    return Recorded(family.name, optimizer, seed, schedule, [run.train() for _ in range(QUIET)])
+    return Recorded(family.name, optimizer, seed, schedule, QUIET, [run.train() for _ in range(QUIET)])
 
 
 def recorded(family: Family, optimizer: str, seed: int, data: Path | None, cache: Path) -> list[Recorded]:
     """All runs of a network, an optimizer and a seed, from the cache if they are there."""
+
+    def make() -> list[Recorded]:
+        quiet = [quiet_run(family, optimizer, seed, data, schedule) for schedule in SCHEDULES]
+        return [*disturbed_runs(family, optimizer, seed, data), *quiet]
+
+    return _cached(make, cache / f"{_name(family, optimizer, seed, data)}.pt")
+
+
+def recorded_sparse(family: Family, optimizer: str, seed: int, data: Path | None, cache: Path) -> list[Recorded]:
+    """Runs with few pulses, and events late enough to have a past nevertheless."""
+    path = cache / f"{_name(family, optimizer, seed, data)}-sparse.pt"
+    return _cached(lambda: disturbed_runs(family, optimizer, seed, data, SPARSE_AT, SPARSE_EVERY), path)
+
+
+def _name(family: Family, optimizer: str, seed: int, data: Path | None) -> str:
     size = sum(p.numel() for p in Run(family, optimizer, seed, data).model.parameters())
-    path = cache / f"{family.name}-{size}-{optimizer}-{seed}-{data.stem if data else 'digits'}.pt"
+    return f"{family.name}-{size}-{optimizer}-{seed}-{data.stem if data else 'digits'}"
+
+
+def _cached(make: Callable[[], list[Recorded]], path: Path) -> list[Recorded]:
     if not path.exists():
-        runs = disturbed_runs(family, optimizer, seed, data)
-        runs += [quiet_run(family, optimizer, seed, data, schedule) for schedule in SCHEDULES]
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save([(*run[:4], [tuple(step) for step in run.steps]) for run in runs], path)
+        torch.save([(*run[:5], [tuple(step) for step in run.steps]) for run in make()], path)
     stored: Any = torch.load(path, weights_only=True)
     return [Recorded(*head, [Step(*step) for step in steps]) for *head, steps in stored]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from curvmon.records import PulseRecord
@@ -44,7 +45,7 @@ GROWN = 2.0
 POWER = 2.5
 """... and if it has grown faster than this power of the number of steps: warmups do not, however long they are"""
 GROWING = 3
-"""pulses in a row at which a growing learning rate is larger than before; a rate that was set once is not growing"""
+"""times in a row that a growing learning rate is larger than before; a rate that was set once is not growing"""
 FOLLOWS = 1.25
 """the step ratio follows if it is this many times its usual value, or above HALF"""
 HALF = 0.5
@@ -62,7 +63,7 @@ SIGNIFICANT = 2.0
 REARM = 20
 """pulses without a reason before the next warning"""
 HEALTHY, HEADROOM = 0.02, 0.005
-"""lowest usual step ratio of runs at good learning rates (0.02 to 1), and one that leaves room for four times the rate"""
+"""lowest usual step ratio at good learning rates (0.02 to 1), and one that leaves room for four times the rate"""
 HEADROOM_PULSES = 100
 """settled pulses at the largest learning rate before headroom is reported"""
 
@@ -102,6 +103,8 @@ class InstabilityDetector:
     def __init__(self) -> None:
         self.step_ratio = self.critical_lr = math.nan
         self._rates: list[float] = []
+        self._latest_rates: list[float] = []
+        """of the last steps, pulses or not"""
         self._gains: list[float] = []
         """g^T u / η of the last pulses"""
         self._curvatures: list[float] = []
@@ -130,9 +133,9 @@ class InstabilityDetector:
         gain, curvature, loss = record.gain / rate, record.curvature / rate**2, record.loss
         if not (math.isfinite(gain) and math.isfinite(curvature)):
             return None
-        if self._rates and JUMP * self._rates[-1] < rate <= self._settled_rate:
+        if self._rates and JUMP * self._rates[-1] < rate <= GROWN * self._settled_rate:
             self._forget()
-        self._step = record.step
+        self._move(record.step, rate)
         recent = (self._rates, self._gains, self._curvatures, self._losses)
         for values, value in zip(recent, (rate, gain, curvature, loss)):
             values.append(value)
@@ -144,6 +147,20 @@ class InstabilityDetector:
         if math.isfinite(record.learning_rate):
             self.critical_lr = 1 / inverse if inverse > 0 else math.inf
         return self._judge(rate)
+
+    def advance(self, step: int, learning_rate: float) -> Instability | None:
+        """A step without a pulse: what its learning rate, at the curvature of the last pulses, gives away.
+
+        Costs nothing. Without it, a learning rate that grows is noticed at the next pulses only.
+        """
+        if not learning_rate > 0 or len(self._rates) < ENOUGH or math.isnan(self.critical_lr):
+            return None
+        self._move(step, learning_rate)
+        self.step_ratio = learning_rate / self.critical_lr if self.critical_lr else math.inf
+        usual = self._usual(learning_rate)
+        if not self._outgrows(learning_rate, usual):
+            return None
+        return self._raise(learning_rate, usual, "learning_rate", learning_rate / self._settled_rate)
 
     def usual_range(self) -> tuple[float, float] | None:
         """10 % and 90 % quantiles of the step ratios at comparable learning rates."""
@@ -158,17 +175,19 @@ class InstabilityDetector:
         for name in vars(self):
             setattr(self, name, _copied(state[name.lstrip("_")]))
 
+    def _move(self, step: int, rate: float) -> None:
+        self._step = step
+        self._largest_rate = max(self._largest_rate, rate)
+        self._latest_rates = [*self._latest_rates, rate][-GROWING - 1 :]
+
     def _forget(self) -> None:
         self._rates, self._gains, self._curvatures, self._losses, self._usual_gains = [], [], [], [], []
 
     def _judge(self, rate: float) -> Instability | None:
-        comparable = self._comparable(rate)
-        usual = statistics.median(comparable) if comparable else math.nan
+        usual = self._usual(rate)
         reason = self._reason(rate, usual)
         if reason is not None:
-            is_new = self._pulses_without_reason >= REARM
-            self._pulses_without_reason = 0
-            return self._warning(rate, usual, *reason) if is_new else None
+            return self._raise(rate, usual, *reason)
         if self._has_settled():
             self._pulses_without_reason += 1
             self._remember(rate)
@@ -197,8 +216,8 @@ class InstabilityDetector:
         return self.step_ratio > limit and self._log_error() * SIGNIFICANT < math.log(self.step_ratio / limit)
 
     def _outgrows(self, rate: float, usual: float) -> bool:
-        last = self._rates[-GROWING - 1 :]
-        if len(last) <= GROWING or any(a >= b for a, b in zip(last, last[1:])):
+        last = self._latest_rates
+        if len(last) <= GROWING or any(a >= b for a, b in pairwise(last)):
             return False
         if math.isnan(usual) or rate <= GROWN * self._settled_rate:  # nothing is usual in a warmup
             return False
@@ -222,6 +241,8 @@ class InstabilityDetector:
         return self._rates[-1] < SETTLED * self._rates[-min(len(self._rates), SMOOTHED)]
 
     def _remember(self, rate: float) -> None:
+        if rate >= self._settled_rate:
+            self._settled_rate, self._settled_step = rate, self._step
         self._settled_pulses += 1
         if self._settled_pulses % BLOCK or not math.isfinite(self.step_ratio):
             return
@@ -229,8 +250,10 @@ class InstabilityDetector:
         self._usual_ratios.append([rate, self.step_ratio])
         self._usual_gains.append([rate, *means])
         del self._usual_ratios[:-KEPT], self._usual_gains[:-KEPT]
-        if rate >= self._settled_rate:
-            self._settled_rate, self._settled_step = rate, self._step
+
+    def _usual(self, rate: float) -> float:
+        comparable = self._comparable(rate)
+        return statistics.median(comparable) if comparable else math.nan
 
     def _comparable(self, rate: float) -> list[float]:
         """Step ratios at similar or larger learning rates, or else at the largest that are remembered."""
@@ -247,7 +270,12 @@ class InstabilityDetector:
         mean = statistics.fmean(gains)
         return error / (twice * mean) if mean > 0 else math.inf
 
-    def _warning(self, rate: float, usual: float, cause: Cause, factor: float) -> Instability:
+    def _raise(self, rate: float, usual: float, cause: Cause, factor: float) -> Instability | None:
+        """A warning, if it is the first one of an episode."""
+        is_new = self._pulses_without_reason >= REARM
+        self._pulses_without_reason = 0
+        if not is_new:
+            return None
         back = math.sqrt(factor) if cause == "gain" else factor  # the gain of a gradient step is η |g|²
         highest = rate * HALF / self.step_ratio if self.step_ratio > 0 else rate
         suggested = min(highest, rate / (back if 1 < back < math.inf else 2))
