@@ -145,7 +145,7 @@ def alerts_in(measured: Sequence[Observed], alone: bool = False) -> list[int]:
     manager, raised_at, past = AlertManager(), [], []
     for i, (snapshot, context) in enumerate(measured):
         if isinstance(snapshot, str):
-            alerts = manager.diverged(snapshot, i, i)
+            alerts = manager.diverged(snapshot, Snapshot(step=i, epoch=i), past)
         else:
             alerts = manager.update(snapshot, past, None if alone else context)
             past.append(snapshot)

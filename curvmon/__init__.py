@@ -17,7 +17,7 @@ from curvmon.errors import (
 from curvmon.pairs.exact import exact
 from curvmon.pairs.measure import measure
 from curvmon.pulse import Pulse, pulse
-from curvmon.records import Alert, Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, Spectrum
+from curvmon.records import Alert, Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, PulseRecord, Spectrum
 from curvmon.spectrum.spectrum import spectrum
 from curvmon.spectrum.stability_limit import StabilityLimit, stability_limit
 from curvmon.version import __version__
@@ -43,6 +43,7 @@ __all__ = [
     "NonFiniteError",
     "Pair",
     "Pulse",
+    "PulseRecord",
     "Sensitivity",
     "Spectrum",
     "StabilityLimit",

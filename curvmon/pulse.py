@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.numerics import NOT_FINITE, precise
+from curvmon.operators.loss_differences import move_copies
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 
@@ -86,6 +87,18 @@ def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor]) -
         if not math.isfinite(gain) or not math.isfinite(curvature):
             raise NonFiniteError(NOT_FINITE)
         return Pulse(gain, curvature, operator.loss)
+
+
+def pulse_at(before: Sequence[Tensor], model: nn.Module, batch: Any, *, loss: Loss) -> Pulse:
+    """`pulse` at the trainable parameters `before`, along the step from them to those that the model has now."""
+    after = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+
+    def loss_before(model: nn.Module, batch: Any) -> Tensor:
+        """The model has copies of its parameters here."""
+        move_copies([p for p in model.parameters() if p.requires_grad], before, originals=after)
+        return loss(model, batch)
+
+    return pulse(model, batch, loss=loss_before, step=[b - a for a, b in zip(after, before)])
 
 
 def _flat(step: Any, operator: ParameterOperator) -> Tensor:

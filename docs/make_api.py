@@ -16,6 +16,7 @@ from typing import Any
 
 import curvmon
 from curvmon.metrics.mean_curvature import MeanCurvature
+from curvmon.metrics.pair_summaries import mean_over_pairs
 from curvmon.metrics.registry import (
     AlertSpec,
     MetricSpec,
@@ -25,7 +26,7 @@ from curvmon.metrics.registry import (
     register,
     unregister,
 )
-from curvmon.reporting.dashboards import wandb_workspace
+from curvmon.reporting.dashboards import tensorboard_link, wandb_workspace
 
 PAGE = Path(__file__).with_name("api.md")
 MAP = Path(__file__).with_name("architecture.md")
@@ -43,6 +44,7 @@ SECTIONS: dict[str, list[str]] = {
         "Density",
         "StabilityLimit",
         "Pulse",
+        "PulseRecord",
         "Alert",
     ],
     "Errors": [
@@ -64,7 +66,9 @@ FURTHER = {
     "curvmon.metrics.registry.PairMetric": PairMetric,
     "curvmon.metrics.registry.ScalarMetric": ScalarMetric,
     "curvmon.metrics.registry.AlertSpec": AlertSpec,
-    "curvmon.reporting.dashboards": wandb_workspace,
+    "curvmon.metrics.pair_summaries.mean_over_pairs": mean_over_pairs,
+    "curvmon.reporting.dashboards.tensorboard_link": tensorboard_link,
+    "curvmon.reporting.dashboards.wandb_workspace": wandb_workspace,
 }
 ORDER = [
     "records",

@@ -71,7 +71,9 @@ class Rows(pl.Callback):
             flush=True,
         )
         for alert in self._monitor.alerts[self._told :]:
-            print(textwrap.fill(f"ALERT at step {alert.step}: {alert.message}", 96, subsequent_indent="    "))
+            print(f"ALERT at step {alert.step}: {alert.headline}")
+            for line in alert.details:
+                print(textwrap.fill(line, 96, initial_indent="    ", subsequent_indent="      "))
         self._told = len(self._monitor.alerts)
 
 
@@ -152,11 +154,12 @@ def main(argv: Sequence[str] | None = None) -> CurvatureMonitor:
     draw(monitor, options.out / "demo.png", accident=(epoch * options.spike, epoch * (options.spike + 1) - 1))
     print(f"\n{len(monitor.alerts)} alert{'' if len(monitor.alerts) == 1 else 's'}. Where to look:")
     print(f"  the run in one picture  {options.out / 'demo.png'}")
-    print(f"  heatmaps and curves     {Path(written[1].log_dir) / 'heatmap'}, by_distance and spectrum beside it")
+    print(f"  heatmaps and curves     {Path(written[1].log_dir) / 'curvmon_pictures'}")
     print(f"  every number            {Path(written[1].log_dir) / 'metrics.csv'}")
     # TensorBoard shows ten pictures of each kind, drawn at random, unless it is told to show all
     every = "--samples_per_plugin images=100"
     print(f"  dashboards              {command('tensorboard')} --logdir {written[0].root_dir} {every}")
+    print("                          then http://localhost:6006/#custom_scalars: losses and alerts above the rest")
     for logger in written[2:]:
         run = logger.experiment
         where = run.url or f"{command('wandb')} sync {os.path.relpath(Path(run.dir).parent)}"

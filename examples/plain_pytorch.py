@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, curvmon.Alert]]:
                 alert = detector.update(spectrum.sharpness)
                 if alert is not None:
                     alerts.append((step, alert))
-                    print(f"step {step}: λ_1, {alert.message}")
+                    print(f"ALERT at step {step}, λ_1: {alert.message}")
 
             images = labels = torch.randint(len(x) - 64, (128,))
             if step >= options.steps * 2 // 3:

@@ -146,7 +146,7 @@ def test_the_calls_of_a_measurement_are_as_listed(tmp_path: Path) -> None:
 
     class Logger(CSVLogger):
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            if any(key.startswith("resonance/") for key in metrics):
+            if any(key.startswith("curvmon_distance/") for key in metrics):
                 calls.append(("logger", "log_metrics"))
             super().log_metrics(metrics, step)
 

@@ -88,9 +88,9 @@ def test_image_classifier(out: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert monitor.history[-1].nodes == ("model.stem", "model.layer1", "model.layer2", "model.layer3")
     logged = columns(out)
     assert logged["val_accuracy"][-1] > 0.5
-    for key in ("resonance/model.stem--model.layer3", "gn_gap/model.stem--model.layer2", "hessian/lambda_1"):
+    for key in ("curvmon_distance/resonance/3", "curvmon_distance/gn_gap/2", "curvmon/lambda_1"):
         assert len(logged[key]) == 3 and all(math.isfinite(value) and value > 0 for value in logged[key])
-    pictures = len(list(out.rglob("heatmap/coupling/*.png")))
+    pictures = len(list(out.rglob("curvmon_pictures/coupling/*.png")))
     assert list(out.rglob("events.out.tfevents.*")) and 2 <= pictures <= 3  # the first and the last, at least
     printed = capsys.readouterr().out
     assert str(monitor.history[-1]) in printed and "metrics.csv" in printed
@@ -125,9 +125,9 @@ def test_character_gpt(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(found.nodes == ("blocks.0", "blocks.1") for found in monitor.history)
     assert monitor.snapshots[-1].loss < 0.9 * monitor.snapshots[0].loss
     logged = columns(out)
-    for key in ("coupling/blocks.0--blocks.1", "gn_gap/blocks.0--blocks.1", "hessian/ggn_error", "hessian/lambda_3"):
+    for key in ("curvmon/coupling", "curvmon_distance/gn_gap/1", "curvmon/ggn_error", "curvmon_spectrum/lambda_3"):
         assert len(logged[key]) == 3 and all(map(math.isfinite, logged[key]))
-    assert len(logged["hessian/stability_ratio"]) == 2  # AdamW has no averages before its first step
+    assert len(logged["curvmon/stability_ratio"]) == 2  # AdamW has no averages before its first step
     assert "The model writes: The " in capsys.readouterr().out
 
 
@@ -177,8 +177,10 @@ def test_command_line_with_a_configuration(out: Path, monkeypatch: pytest.Monkey
     (monitor,) = (callback for callback in found.trainer.callbacks if isinstance(callback, cli.CurvatureMonitor))
     assert [m.nodes for m in monitor.history] == [("stem", "blocks.0", "blocks.1")] * 2
     logged = columns(out)
-    assert all(map(math.isfinite, logged["gn_gap/stem--blocks.0"])) and len(logged["hessian/lambda_3"]) == 2
-    assert not [key for key in logged if key.startswith("stable_rank")] and "hessian/lambda_4" not in logged
+    assert (
+        all(map(math.isfinite, logged["curvmon_distance/gn_gap/1"])) and len(logged["curvmon_spectrum/lambda_3"]) == 2
+    )
+    assert not [key for key in logged if "stable_rank" in key] and "curvmon_spectrum/lambda_4" not in logged
     assert any("curvmon.CurvatureMonitor" in path.read_text() for path in out.rglob("config.yaml"))
 
 
@@ -189,7 +191,7 @@ def test_two_processes_have_the_same_numbers(out: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2 processes have the same numbers" in done.stdout
     logged = columns(out)
-    for key in ("resonance/layers.0--layers.2", "gn_gap/layers.0--layers.1", "hessian/lambda_5"):
+    for key in ("curvmon_distance/resonance/1", "curvmon_distance/gn_gap/1", "curvmon_spectrum/lambda_5"):
         assert len(logged[key]) == 2 and all(map(math.isfinite, logged[key]))
 
 

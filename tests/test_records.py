@@ -93,3 +93,13 @@ def test_records_are_frozen_and_picklable(measurement: curvmon.Measurement) -> N
 def test_pairs_have_an_orientation() -> None:
     pair = curvmon.Pair("a", "b")
     assert pair.T == ("b", "a") and pair == pair.T.T and str(pair) == "a--b"
+
+
+def test_a_pulse_record_is_json() -> None:
+    record = curvmon.PulseRecord(7, 1, gain=0.5, curvature=0.2, learning_rate=0.1, loss=2.0, step_ratio=0.3)
+    assert curvmon.PulseRecord.from_dict(json.loads(json.dumps(record.to_dict()))).to_dict().items() >= {
+        ("step", 7), ("gain", 0.5), ("curvature", 0.2), ("step_ratio", 0.3)
+    }  # fmt: skip
+    assert record.ratio == 0.2 and math.isnan(record.critical_lr)
+    assert math.isnan(curvmon.PulseRecord(0, 0, 0.0, 0.0).ratio)
+    assert curvmon.PulseRecord(0, 0, 0.0, -1.0).ratio == -math.inf

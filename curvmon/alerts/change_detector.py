@@ -11,7 +11,9 @@ from curvmon.alerts.detector import Change, Detector, DetectorSettings, Threshol
 from curvmon.alerts.features import Feature
 from curvmon.alerts.forecast import WINDOW
 from curvmon.alerts.rules import is_number
+from curvmon.alerts.wording import before_after, verb
 from curvmon.records import Alert
+from curvmon.records.formatting import short
 
 Scale = Literal["log", "linear"]
 FAMILY = "value"
@@ -104,7 +106,7 @@ class ChangeDetector:
     def _alert(self, change: Change, value: float) -> Alert:
         deviation = change.deviations[0].deviation
         before = math.exp(deviation.forecast) if self.scale == "log" else deviation.forecast
-        verb = {"jump": "jumped", "drift": "drifted"}[change.kind]
+        word = verb(FAMILY, before, value) if change.kind == "jump" else "drifted"
         return Alert(
             kind=change.kind,
             metric=FAMILY,
@@ -114,7 +116,12 @@ class ChangeDetector:
             score=deviation.score,
             step=self._count - 1,
             epoch=-1,
-            message=f"the value {verb} from {before:.4g} to {value:.4g} ({deviation.score:.1f} standard deviations)",
+            headline=f"The value {word} from {short(before)} to {short(value)}",
+            evidence=(
+                f"value: expected {before_after(before, value)}",
+                f"deviation from the forecast: {short(deviation.score)} standard deviations",
+            ),
+            suggestion="Check what changed just before this value.",
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvmon.alerts.forecast import Forecast
+from curvmon.alerts.wording import before_after, times
 from curvmon.records import AFTER_LAST_NODE
 
 Kind = Literal["learning rate", "training loss", "weights", "statistics", "operations"]
@@ -24,7 +25,7 @@ TEXTS: dict[Kind, str] = {
     "learning rate": "learning rate",
     "training loss": "training loss",
     "weights": "norm of {}",
-    "statistics": "statistics in {}",
+    "statistics": "norm of {}",
     "operations": "operations of {}:",
 }
 MIN_ENTRIES = 8
@@ -57,12 +58,18 @@ class Cause(NamedTuple):
     score: float
     lowers_threshold: bool
     """less evidence is needed for a change of the curvature; False for a learning rate or a loss that falls"""
+    before: float = math.nan
+    after: float = math.nan
+    """values; NaN for operations"""
 
     @property
     def text(self) -> str:
-        """`learning rate x 20`, `norm of blocks.1.conv1.weight x 0.71`, `operations of blocks.2: 1 fewer Add`"""
+        """`learning rate 0.001 → 0.02 (x 20)`, `operations of blocks.2: 1 fewer Add`"""
         name = "the loss" if self.kind == "operations" and self.name == AFTER_LAST_NODE else self.name
-        return f"{TEXTS[self.kind].format(name)} {self.change}"
+        text = TEXTS[self.kind].format(name)
+        if math.isnan(self.before):
+            return f"{text} {self.change}"
+        return f"{text} {before_after(self.before, self.after)} ({self.change})"
 
     def node(self, nodes: Sequence[str]) -> str | None:
         """The innermost node that has the tensor, or whose operations changed."""
@@ -137,8 +144,10 @@ class ContextTracker:
         if len(forecast) < WARM_UP or score <= MIN_SCORE or abs(size) <= MIN_CHANGES.get(kind, MIN_CHANGE):
             forecast.append(math.log(value))
             return None
+        before = math.exp(forecast.last)
         forecast.restart(math.log(value))
-        return Cause(kind, name, f"x {math.exp(size):.3g}", score, size > 0 or kind not in MIN_CHANGES)
+        lowers_threshold = size > 0 or kind not in MIN_CHANGES
+        return Cause(kind, name, times(before, value), score, lowers_threshold, before, value)
 
     def _changed_operations(self, operations: Mapping[str, Mapping[str, int]]) -> list[Cause]:
         """Nodes that compute something else than before, unless they often do."""

@@ -9,8 +9,11 @@ from typing import Any
 from curvmon.alerts.context import Cause, Context, ContextTracker
 from curvmon.alerts.detector import Detector, DetectorSettings
 from curvmon.alerts.features import NETWORK_FAMILIES, features_of
+from curvmon.alerts.instability import Instability
+from curvmon.alerts.instability_alert import alert_of_instability
 from curvmon.alerts.messages import alert_of_change
-from curvmon.alerts.rules import AlertRules, RuleChecker
+from curvmon.alerts.rule_checker import RuleChecker
+from curvmon.alerts.rules import AlertRules
 from curvmon.records import Alert, Snapshot
 
 
@@ -35,6 +38,8 @@ class AlertManager:
         self._checker = RuleChecker(self._rules)
         self._context = ContextTracker()
         self._nodes: tuple[str, ...] | None = None
+        self._last_step = 0
+        """of the last snapshot"""
         self.raised: list[Alert] = []
 
     @property
@@ -46,17 +51,21 @@ class AlertManager:
         return [alert for alert in self.raised if alert.level == "info"]
 
     def update(self, snapshot: Snapshot, past: Sequence[Snapshot] = (), context: Context | None = None) -> list[Alert]:
-        """What a snapshot raises; `past`: the snapshots before it, of which the last two are enough."""
+        """What a snapshot raises; `past`: the snapshots before it."""
         if not self.enabled:
             return []
+        self._last_step = snapshot.step
         causes = self._context.update(context or Context())
         changes = self._changes(snapshot, past, causes) if self._rules.changes else []
-        rules = self._checker.update(snapshot)
-        if changes:  # which say that the loss rose
-            rules = [alert for alert in rules if alert.kind != "loss_explosion"]
-        elif any(alert.kind == "loss_explosion" for alert in rules):  # not to be detected again
+        rules = self._checker.update(snapshot, past, causes)
+        kinds = {alert.kind for alert in rules}
+        if not changes and kinds & {"loss_explosion", "dead_network"}:  # not to be detected again
             self._network.restart(None)
             self._layers.restart(None)
+        if "dead_network" in kinds:  # which says why everything changed
+            changes = []
+        if changes or "dead_network" in kinds:  # which say that the loss rose
+            rules = [alert for alert in rules if alert.kind != "loss_explosion"]
         return self.record([*changes, *rules])
 
     def _changes(self, snapshot: Snapshot, past: Sequence[Snapshot], causes: Sequence[Cause]) -> list[Alert]:
@@ -83,9 +92,18 @@ class AlertManager:
         evidence = self._network.evidence_by_family(deviations)
         return [alert_of_change(change._replace(deviations=deviations), evidence, causes, before, snapshot)]
 
-    def diverged(self, reason: str, step: int, epoch: int) -> list[Alert]:
-        """What a measurement raises that was not finite."""
-        return self.record(self._checker.diverged(reason, step, epoch)) if self.enabled else []
+    def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot] = ()) -> list[Alert]:
+        """What a snapshot raises where something was not finite."""
+        return self.record(self._checker.diverged(reason, snapshot, past)) if self.enabled else []
+
+    def unstable(self, event: Instability, step: int, epoch: int) -> list[Alert]:
+        """What a pulse raises. A warning only if nothing was reported at the last snapshot or since then."""
+        if not self.enabled or not self._rules.instability:
+            return []
+        reported = any(alert.step >= self._last_step for alert in self.alerts)
+        if event.kind == "approaching_instability" and reported:
+            return []
+        return self.record([alert_of_instability(event, step, epoch)])
 
     def record(self, alerts: list[Alert]) -> list[Alert]:
         """Add alerts to those raised, also those that another process has raised."""
@@ -112,6 +130,7 @@ class AlertManager:
             "rules": self._checker.state_dict(),
             "context": self._context.state_dict(),
             "nodes": None if self._nodes is None else list(self._nodes),
+            "last_step": self._last_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -119,12 +138,13 @@ class AlertManager:
         raised = [Alert.from_dict(alert) for alert in state.get("raised", ())]
         network, layers = Detector(self._settings), Detector(self._settings)
         checker, context = RuleChecker(self._rules), ContextTracker()
-        nodes = None
+        nodes, last_step = None, 0
         if self.enabled and "network" in state:
             network.load_state_dict(state["network"])
             layers.load_state_dict(state["layers"])
             checker.load_state_dict(state["rules"])
             context.load_state_dict(state["context"])
             nodes = None if state["nodes"] is None else tuple(state["nodes"])
+            last_step = state["last_step"]
         self._network, self._layers, self._checker, self._context = network, layers, checker, context
-        self._nodes, self.raised = nodes, raised
+        self._nodes, self._last_step, self.raised = nodes, last_step, raised

@@ -1,35 +1,35 @@
-"""From a detected change to one alert: where in the network it is, its likely causes, and what to check."""
+"""From a detected change to one alert: what changed and where, the evidence, and what to do."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from curvmon.alerts.context import Cause, Kind
+from curvmon.alerts.context import Cause
 from curvmon.alerts.detector import Change
-from curvmon.alerts.features import Family, FeatureDeviation, pairs_across
-from curvmon.metrics.registry import PairMetric, ScalarMetric, get, pair_metric, pair_metric_names, scalar_metrics
-from curvmon.records import Alert, Pair, Snapshot
+from curvmon.alerts.features import Family, FeatureDeviation
+from curvmon.alerts.location import AFFECTED, Location, locate, suspected_node, suspected_weights
+from curvmon.alerts.observations import checkpoint, evidence, is_visible, loss_rose, raised_rate, since
+from curvmon.alerts.wording import JUMPED, MAX_HEADLINE, before_after, headline, times, verb
+from curvmon.metrics.registry import (
+    MetricSpec,
+    PairMetric,
+    ScalarMetric,
+    get,
+    pair_metric,
+    pair_metric_names,
+    scalar_metrics,
+)
+from curvmon.records import Alert, Snapshot
+from curvmon.records.formatting import short
 
 ALL_PAIRS = "all pairs"
-MAX_NAMED, MAX_CAUSES = 6, 3
-AFFECTED = 3.0
-"""standard deviations from which on a feature is affected by an event"""
+MAX_NAMED = 6
 WIDESPREAD = 0.75
 """an event that affects more than this share of the pairs has no particular place"""
-STANDS_OUT = 1.5
-"""times the median deviation of all layers: the layer where an event is"""
-VISIBLE = 1.2
-"""two values that differ by this factor differ visibly"""
-
-
-class Location(NamedTuple):
-    node: str | None
-    """None: throughout the network"""
-    pairs: list[Pair]
-    """most affected first"""
+SUBJECTS = {"resonance": "curvature (resonance)", "hessian": "sharpness λ_1", "loss": "the loss"}
+"""in a headline, in place of the metric's title: what a reader may not have heard of"""
 
 
 class ReportedChange(NamedTuple):
@@ -39,35 +39,47 @@ class ReportedChange(NamedTuple):
     where: str
     before: float
     after: float
+    is_forecast: bool = False
+    """the value before was not measured: it is what had been expected"""
 
     @property
     def is_visible(self) -> bool:
         """The two numbers alone show that something happened."""
-        small, large = sorted((abs(self.before), abs(self.after)))
-        return large > VISIBLE * small or not math.isfinite(self.before)
+        return is_visible(self.before, self.after)
+
+    @property
+    def has_jumped(self) -> bool:
+        return self.before > 0 and self.after >= JUMPED * self.before
+
+    @property
+    def spec(self) -> MetricSpec:
+        return get("lambda_1" if self.metric == "hessian" else self.metric)
 
 
 def alert_of_change(
     change: Change,
-    evidence: Mapping[Family, float],
+    significance: Mapping[Family, float],
     causes: Sequence[Cause],
     before: Snapshot | None,
     now: Snapshot,
 ) -> Alert:
     """One alert for all features that deviate.
 
-    It reports the metric of the family with the most evidence among those whose values differ visibly.
+    It reports the metric of the family with the most significance among those whose values differ visibly, or a loss
+    that jumped.
     """
     deviations = change.deviations
-    location = _location(deviations, causes, now)
-    families = sorted(evidence, key=lambda name: -evidence[name])
+    location = locate(deviations, causes, now)
+    families = sorted(significance, key=lambda name: -significance[name])
     by_family = {family: _reported_change(family, deviations, location, before, now) for family in families}
     family = next((f for f in families if by_family[f].is_visible), families[0])
+    if "loss" in by_family and not location.is_certain and by_family["loss"].has_jumped:
+        family = "loss"  # what matters most, where no layer stands out
     reported = by_family[family]
     members = [d.deviation for d in deviations if d.family == family]
     if math.isnan(reported.before):  # not measured then: the forecast instead
         size = max(members, key=lambda deviation: deviation.score).size
-        reported = reported._replace(before=reported.after / math.exp(size))
+        reported = reported._replace(before=reported.after / math.exp(size), is_forecast=True)
     return Alert(
         kind=change.kind,
         metric=reported.metric,
@@ -77,31 +89,11 @@ def alert_of_change(
         score=max(deviation.score for deviation in members),
         step=now.step,
         epoch=now.epoch,
-        message=_message(reported, location, causes, deviations, now.step),
+        headline=_headline(reported, location, causes, now),
+        evidence=evidence(_first_evidence(reported), before, now, causes, reported.spec.name),
+        suggestion=_suggestion(reported, location, causes, before, now),
         others=tuple(str(pair) for pair in location.pairs[:MAX_NAMED] if str(pair) != reported.where),
     )
-
-
-def _location(deviations: Sequence[FeatureDeviation], causes: Sequence[Cause], now: Snapshot) -> Location:
-    """The layer whose resonance stands out most from the others', and the pairs across it."""
-    if now.measurement is None or len(now.measurement.nodes) < 2:
-        return Location(None, [])
-    nodes = now.measurement.nodes
-    everywhere = any(cause.kind == "learning rate" and cause.lowers_threshold for cause in causes)
-    profile = {d.where: d.deviation for d in deviations if d.family == "profile"}
-    rebuilt = {cause.node(nodes) for cause in causes if cause.kind == "operations"}
-    suspects = rebuilt or {cause.node(nodes) for cause in causes if cause.kind == "weights"}
-    node = suspects.pop() if len(suspects) == 1 else None
-    if node is None or everywhere:
-        node = max(profile, key=lambda name: abs(profile[name].size), default=nodes[0])
-        sizes = [abs(deviation.size) for deviation in profile.values()]
-        usual = statistics.median(sizes) if sizes else math.inf
-        if everywhere or not sizes or profile[node].score < AFFECTED or abs(profile[node].size) < STANDS_OUT * usual:
-            couplings = sorted((d for d in deviations if d.family == "coupling"), key=lambda d: -d.deviation.score)
-            # where all are affected, only the first third stands out enough to be named
-            named = couplings[: max(1, len(couplings) // 3)]
-            return Location(None, [Pair(*d.where.split("--", 1)) for d in named])
-    return Location(node, pairs_across(nodes, node) or [Pair(node, other) for other in nodes[1:]])
 
 
 def _reported_change(
@@ -130,61 +122,84 @@ def _reported_change(
     return ReportedChange(metric, where, _value(before, metric, where), _value(now, metric, where))
 
 
-def _message(
-    change: ReportedChange,
-    location: Location,
-    causes: Sequence[Cause],
-    deviations: Sequence[FeatureDeviation],
-    step: int,
-) -> str:
-    """`coupling stem--layer4 fell from 0.82 to 0.31: …; at the same time: …; check …`"""
-    metric, up = change.metric, change.after > change.before
-    spec = get("lambda_1" if metric == "hessian" else metric)
+def _headline(change: ReportedChange, location: Location, causes: Sequence[Cause], now: Snapshot) -> str:
+    """`Learning rate x 300: the loss jumped from 0.02 to 2.4, step 900`."""
+    nodes = () if now.measurement is None else now.measurement.nodes
+    cause, names = _cause(causes, nodes)
+    event = f" {verb(change.metric, change.before, change.after)}"
+    if not isinstance(change.spec, PairMetric):
+        event += f" from {short(change.before)} to {short(change.after)}"
+    elif location.node is None or location.node not in names:
+        place, where = location.place(change.where, nodes)
+        event, names = event + place, names + where
+    title = change.spec.title.replace("{", "{{").replace("}", "}}")
+    subjects = SUBJECTS.get(change.metric, title), title  # the title alone is the shorter one
+    starts = [f"{cause}: {subject}" if cause else subject[:1].upper() + subject[1:] for subject in subjects]
+    available = MAX_HEADLINE - len(f", step {now.step}")
+    start = next((start for start in starts if len((start + event).format(*names)) <= available), starts[-1])
+    return headline(start + event, *names, step=now.step)
+
+
+def _cause(causes: Sequence[Cause], nodes: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """`Learning rate x 300`, `Forward pass of {} changed`; empty if nothing in the context has one clear change."""
+    rate = raised_rate(causes)
+    if rate is not None:
+        return f"Learning rate {times(rate.before, rate.after)}", ()
+    kinds = {cause.kind for cause in causes}
+    if "operations" in kinds:
+        node = suspected_node(causes, nodes)
+        return ("Forward pass changed", ()) if node is None else ("Forward pass of {} changed", (node,))
+    weights = suspected_weights(causes, nodes)
+    if weights is not None:
+        grew = {cause.after > cause.before for cause in causes if cause.kind == "weights"}
+        event = "changed" if len(grew) > 1 else "grew" if grew.pop() else "shrank"
+        return f"{weights[0].capitalize()} {event}", weights[1:]
+    return ("Running statistics changed", ()) if kinds == {"statistics"} else ("", ())
+
+
+def _first_evidence(change: ReportedChange) -> list[str]:
+    """`coupling stem--layer4: 0.82 → 0.31 (a path between these layers no longer carries curvature)`."""
+    spec = change.spec
     # a scalar has no place, apart from its key in a list
     has_place = isinstance(spec, PairMetric) or (isinstance(spec, ScalarMetric) and "{}" in spec.key)
-    at = f" {change.where}" if has_place else ""
-    values = f"{'rose' if up else 'fell'} from {change.before:.3g} to {change.after:.3g}"
+    where = "" if not has_place else ", mean over all pairs" if change.where == ALL_PAIRS else f" {change.where}"
     assert spec.alert is not None
-    parts = [f"{spec.title}{at} {values}: {spec.alert.rise if up else spec.alert.fall}"]
-    if location.node is None:
-        parts.append("throughout the network")
-    else:
-        others = ", ".join(str(pair) for pair in location.pairs[:3] if str(pair) != change.where)
-        parts.append(f"at {location.node} (also {others})" if others else f"at {location.node}")
-    loss = next((d.deviation for d in deviations if d.family == "loss"), None)
-    if metric != "loss" and loss is not None and loss.score > AFFECTED:
-        parts.append(f"the loss {'rose' if loss.size > 0 else 'fell'} {math.exp(abs(loss.size)):.3g}-fold")
-    if causes:
-        parts.append(f"at the same time: {_list_causes(causes)}")
-    parts.append(f"check {_suggestion(location, causes)} before step {step}")
-    return "; ".join(parts)
+    meaning = spec.alert.rise if change.after > change.before else spec.alert.fall
+    title = "sharpness λ_1" if change.metric == "hessian" else spec.title
+    expected = "expected " if change.is_forecast else ""
+    return [f"{title}{where}: {expected}{before_after(change.before, change.after)} ({meaning})"]
 
 
-def _list_causes(causes: Sequence[Cause]) -> str:
-    """The most informative kinds first; running statistics all change together, so one of them is enough."""
-    order: tuple[Kind, ...] = ("operations", "learning rate", "training loss", "weights", "statistics")
-    kinds = [[cause for cause in causes if cause.kind == kind] for kind in order]
-    kinds[-1] = kinds[-1][:1]
-    shown = [cause.text for kind in kinds for cause in kind][:MAX_CAUSES]
-    rest = len(causes) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+def _suggestion(
+    change: ReportedChange, location: Location, causes: Sequence[Cause], before: Snapshot | None, now: Snapshot
+) -> str:
+    """One imperative sentence, by what changed at the same time."""
+    when = since(before, now)
+    nodes = () if now.measurement is None else now.measurement.nodes
 
-
-def _suggestion(location: Location, causes: Sequence[Cause]) -> str:
-    def changed(kind: Kind) -> bool:
+    def changed(kind: str) -> bool:
         return any(cause.kind == kind and cause.lowers_threshold for cause in causes)
 
     if changed("operations"):
-        return "what changed in the forward pass"
+        node = "" if location.node is None else f" of {location.node}"
+        return f"Check what changed in the forward pass{node} {when}."
     if changed("learning rate"):
-        return "the learning rate"
-    if changed("weights") and location.node is not None:
-        return f"what changed the weights of {location.node}"
+        if loss_rose(before, now):
+            return f"Lower the learning rate, and go back to {checkpoint(before, now)}."
+        return f"Check why the learning rate rose {when}, and lower it if the loss starts to rise."
+    weights = suspected_weights(causes, nodes)
+    if weights is not None:
+        which = "{}" if weights[0] == "{}" else f"the {weights[0]}"
+        return f"Check what changed {which.format(weights[1])} {when}."
     if changed("training loss"):
-        return "the data and the labels"
+        return f"Check the data and the labels of the training batches {when}."
     if changed("statistics"):
-        return "the running statistics (batch norm)"
-    return "the data and the learning rate" if location.node is None else f"what changed in {location.node}"
+        return f"Check what changed the running statistics (batch norm) {when}."
+    if location.node is not None and location.is_certain:
+        return f"Check what changed in {location.node} {when}: its weights, its inputs or its forward pass."
+    if any(cause.kind == "learning rate" for cause in causes):
+        return f"Do nothing if the learning rate was meant to fall {when}; otherwise check its schedule."
+    return f"Check the data and the learning rate {when}."
 
 
 def _scalar(snapshot: Snapshot | None, spec: ScalarMetric, key: str) -> float:

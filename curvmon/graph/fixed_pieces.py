@@ -72,6 +72,11 @@ class FixedPieces:
         self.detaches = False
         self._pieces: list[tuple[Any, torch.Size, Piece]] | None = None
 
+    @property
+    def has_none(self) -> bool:
+        """The recorded pass is smooth: nothing has to be held."""
+        return self._pieces is not None and not self._pieces
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """The first time, record the pieces; then stay on them.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from curvmon.metrics.registry import ALERTS, COST, SPECTRUM, AlertSpec, PairMetric, ScalarMetric
+from curvmon.metrics.pair_summaries import mean_over_pairs, pooled_gap
+from curvmon.metrics.registry import SPECTRUM, AlertSpec, PairMetric, ScalarMetric
+from curvmon.metrics.step_metrics import STEP_METRICS
 from curvmon.records import Snapshot
 
 
@@ -24,11 +26,15 @@ def _further_eigenvalues(snapshot: Snapshot) -> Sequence[float]:
     return () if snapshot.spectrum is None else snapshot.spectrum.eigenvalues[1:].tolist()
 
 
+def _further_residuals(snapshot: Snapshot) -> Sequence[float]:
+    return () if snapshot.spectrum is None else snapshot.spectrum.residuals[1:].tolist()
+
+
 SCALARS = (
     ScalarMetric(
         name="lambda_1",
         title="top eigenvalue",
-        key="hessian/lambda_1",
+        key="curvmon/lambda_1",
         read=_snapshot("sharpness"),
         stderr=_snapshot("sharpness_error"),
         symbol="λ₁",
@@ -36,6 +42,7 @@ SCALARS = (
         good="rises until the stability ratio is about 1, then changes slowly",
         bad="a jump",
         action="look at the stability ratio, and at the layer the alert names",
+        log_scale=True,
         section=SPECTRUM,
         chart="top eigenvalues",
         alert=AlertSpec(
@@ -49,8 +56,10 @@ SCALARS = (
     ScalarMetric(
         name="lambda_k",
         title="further top eigenvalues",
-        key="hessian/lambda_{}",
+        key="curvmon_spectrum/lambda_{}",
         read=_further_eigenvalues,
+        stderr=_further_residuals,
+        log_scale=True,
         first=2,
         section=SPECTRUM,
         chart="top eigenvalues",
@@ -58,69 +67,59 @@ SCALARS = (
     ScalarMetric(
         name="lambda_min",
         title="smallest eigenvalue",
-        key="hessian/lambda_min",
+        key="curvmon/lambda_min",
         read=_spectrum("smallest"),
+        stderr=_spectrum("smallest_residual"),
         symbol="λ_min",
         meaning="the most negative curvature",
         good="small compared with λ₁",
         bad="below −0.5 λ₁ while the loss stalls: a saddle",
         action="more noise, momentum, a larger learning rate",
-        section=SPECTRUM,
-        chart="smallest eigenvalue",
     ),
     ScalarMetric(
         name="stability_ratio",
         title="stability ratio",
-        key="hessian/stability_ratio",
+        key="curvmon/stability_ratio",
         read=_spectrum("stability_ratio"),
         meaning="λ₁ over the largest stable sharpness of the optimizer",
         good="up to about 1, which most runs reach; with mini-batches, several times 1",
         bad="far above 1 for long (alert at 20)",
         action="lower the learning rate, use a longer warm-up",
-        section=SPECTRUM,
-        chart="distance from the edge of stability",
     ),
     ScalarMetric(
         name="trace",
         title="trace",
-        key="hessian/trace",
+        key="curvmon/trace",
         read=_spectrum("trace"),
+        stderr=_spectrum("trace_stderr"),
         symbol="tr H",
         meaning="sum of all eigenvalues",
         good="changes slowly",
         bad="a jump",
         action="look at λ₁: if it did not change, many small eigenvalues did",
-        section=SPECTRUM,
-        chart="trace",
-    ),
-    ScalarMetric(
-        name="trace_stderr",
-        title="standard error of the trace",
-        key="hessian/trace_stderr",
-        read=_spectrum("trace_stderr"),
     ),
     ScalarMetric(
         name="ggn_lambda_1",
         title="top eigenvalue of the Gauss-Newton matrix",
-        key="hessian/ggn_lambda_1",
+        key="curvmon_detail/ggn_lambda_1",
         read=_spectrum("ggn_eigenvalue"),
+        detail=True,
     ),
     ScalarMetric(
         name="ggn_error",
         title="GGN error",
-        key="hessian/ggn_error",
+        key="curvmon/ggn_error",
         read=_spectrum("ggn_error"),
         meaning="relative difference between the top eigenvalue of the Gauss–Newton matrix and λ₁",
         good="near 0",
         bad="near 1",
         action="do not use the sharpness of Gauss–Newton in place of λ₁",
-        section=SPECTRUM,
-        chart="error of Gauss-Newton",
     ),
+    *STEP_METRICS,
     ScalarMetric(
         name="loss",
         title="loss of the probe batch",
-        key="curvmon/loss",
+        key="curvmon/probe_loss",
         read=_snapshot("loss"),
         alert=AlertSpec(
             threshold=9.0,  # a single sample can change it
@@ -135,22 +134,21 @@ SCALARS = (
         title="alerts so far",
         key="curvmon/alerts",
         read=_snapshot("alerts"),
-        section=ALERTS,
-        chart="alerts so far",
     ),
     ScalarMetric(
         name="overhead",
         title="overhead",
         key="curvmon/overhead",
         read=_snapshot("overhead"),
-        section=COST,
-        chart="overhead",
     ),
-    ScalarMetric(
-        name="seconds", title="seconds", key="curvmon/seconds", read=_snapshot("seconds"), section=COST, chart="seconds"
+    *(
+        ScalarMetric(name=name, title=title, key=f"curvmon_detail/{name}", read=_snapshot(name), detail=True)
+        for name, title in (
+            ("seconds", "seconds"),
+            ("hvps", "Hessian-vector products"),
+            ("skipped", "skipped measurements"),
+        )
     ),
-    ScalarMetric(name="hvps", title="Hessian-vector products", key="curvmon/hvps", read=_snapshot("hvps")),
-    ScalarMetric(name="skipped", title="skipped measurements", key="curvmon/skipped", read=_snapshot("skipped")),
 )
 
 
@@ -167,6 +165,7 @@ RESONANCE = PairMetric(
     action="add skip connections, change the initialization; after a jump, look at the layer the alert names",
     log_scale=True,
     chart="resonance by distance",
+    headline=mean_over_pairs,
     figure_title="resonance  R = ‖H‖",
     alert=AlertSpec(
         threshold=6.0,
@@ -186,6 +185,7 @@ COUPLING = PairMetric(
     bad="a sudden fall; above 1, curvature outside Gauss–Newton contributes",
     action="look at the layer the alert names; above 1, look at the GN-Gap (for bottlenecks, at the stable rank)",
     chart="coupling by distance",
+    headline=mean_over_pairs,
     figure_title="coupling  C",
     unit_diagonal=True,
     axis_max=1.0,
@@ -206,6 +206,7 @@ STABLE_RANK = PairMetric(
     bad="1.0 between all layers while the loss is still high",
     action="look for collapsed representations, or a single sample that dominates the loss",
     chart="stable rank by distance",
+    headline=mean_over_pairs,
     figure_title="stable rank  D",
     color_range=(1.0, 2.0),
     alert=AlertSpec(
@@ -225,6 +226,8 @@ GN_GAP = PairMetric(
     action="do not rely on Gauss–Newton there; try ReLU, or an activation with a smaller second derivative",
     log_scale=True,
     chart="GN-Gap by distance",
+    headline=pooled_gap,
+    zero_is_constant=True,
     alert=AlertSpec(
         threshold=6.0,
         family_threshold=3.0,

@@ -24,10 +24,10 @@ from curvmon.errors import InputError, warn
 from curvmon.isolation.model_state import random_state
 from curvmon.records import METRICS, Measurement, Snapshot, mean_by_distance
 
-LAYERS, SPECTRUM, ALERTS, COST = "curvature between layers", "spectrum of the Hessian", "alerts", "cost"
-"""sections of a dashboard"""
-_RESERVED_NAMES = ("level", "profile", "contrast", "hessian")
-"""parts of the resonance, and the metric of alerts on λ₁, in `curvmon.alerts`"""
+SPECTRUM, LAYERS = "spectrum of the Hessian", "by distance between layers"
+"""sections of a dashboard, below that of the headline"""
+_RESERVED_NAMES = ("level", "profile", "contrast", "hessian", "by_distance", "eigenvalues")
+"""parts of the resonance, and the metric of alerts on λ₁, in `curvmon.alerts`; pictures that are no heatmaps"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,9 @@ class MetricSpec:
         action: what to do about bad values.
         log_scale: whether charts and colours are logarithmic.
         section: section of a dashboard.
-        chart: title of its chart in a dashboard; empty for none. Metrics with the same title share a chart.
+        chart: title of its chart in that section; empty for none. Metrics with the same title share a chart. Numbers
+            of the headline, `curvmon/…`, have a chart of their own in any case.
+        detail: bookkeeping: to files (CSV) and `callback_metrics`, not to dashboards.
         alert: how changes are detected; None if they are not.
     """
 
@@ -84,17 +86,13 @@ class MetricSpec:
     log_scale: bool = False
     section: str = ""
     chart: str = ""
+    detail: bool = False
     alert: AlertSpec | None = None
 
     @property
     def label(self) -> str:
         """`stable rank D`."""
         return f"{self.title} {self.symbol}".strip()
-
-    @property
-    def chart_keys(self) -> str:
-        """Regular expression of the logger keys that are the lines of its chart."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +105,9 @@ class PairMetric(MetricSpec):
         compute: function from a measurement to two (n, n) matrices, values and their standard errors; called once per
             measurement, on a copy, with random generators that are restored. None only for the built-in metrics, which
             are fields of `Measurement`.
+        headline: function from a measurement, values and standard errors to one number and its error, `curvmon/<name>`:
+            `curvmon.metrics.pair_summaries.mean_over_pairs`, say. None: the headline has no number of it.
+        zero_is_constant: an exact zero holds for any weights: such pairs are not logged one by one.
         unit_diagonal: whether the diagonal is 1 by definition; it is not logged then.
         figure_title: title of heatmaps and curves; `title` by default.
         color_range: lowest colour of a linear scale, and the value that its highest colour reaches at least.
@@ -114,6 +115,8 @@ class PairMetric(MetricSpec):
     """
 
     compute: Callable[[Measurement], tuple[Tensor, Tensor]] | None = None
+    headline: Callable[[Measurement, Tensor, Tensor], tuple[float, float]] | None = None
+    zero_is_constant: bool = False
     unit_diagonal: bool = False
     figure_title: str = ""
     color_range: tuple[float, float] = (0.0, 1.0)
@@ -153,13 +156,19 @@ class PairMetric(MetricSpec):
         """Mean over the pairs at distance d = 0, 1, …, n-1; only finite entries count."""
         return mean_by_distance(self.values(measurement))
 
+    def summary(self, measurement: Measurement) -> tuple[float, float]:
+        """One number for all pairs, and its standard error; NaN without `headline`, or if it raises."""
+        try:
+            if self.headline is not None and not (self.unit_diagonal and len(measurement.nodes) == 1):
+                value, stderr = self.headline(measurement, self.values(measurement), self.stderr(measurement))
+                return float(value), float(stderr)
+        except Exception as error:  # a user's function must not stop a run
+            _warn_of(error, self.name)
+        return math.nan, math.nan
+
     @property
     def heading(self) -> str:
         return self.figure_title or self.title
-
-    @property
-    def chart_keys(self) -> str:
-        return rf"{self.name}/mean_d\d+"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +178,7 @@ class ScalarMetric(MetricSpec):
     Where `read` or `stderr` raises or returns something else than numbers, there is no value, with one warning.
 
     Attributes:
-        key: logger key; `{}` stands for the number of a value in a list.
+        key: logger key, `curvmon/…` for the headline; `{}` stands for the number of a value in a list.
         read: function from a snapshot to the values, `lambda snapshot: [snapshot.loss]`; empty where not measured.
         stderr: function from a snapshot to the standard errors, used by alerts; None: the values are exact.
         first: number of the first value of a list.
@@ -194,10 +203,6 @@ class ScalarMetric(MetricSpec):
         except Exception as error:  # a user's function must not stop a run
             _warn_of(error, self.name)
             return {}
-
-    @property
-    def chart_keys(self) -> str:
-        return self.key.format(r"\d+")
 
 
 def _real_matrix(matrix: Any, n: int) -> Tensor:

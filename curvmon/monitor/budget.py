@@ -68,6 +68,7 @@ class Budget:
     Attributes:
         measured: seconds spent measuring and reporting.
         vital_seconds: those of them for vital signs.
+        pulse_seconds: those of them for pulses.
         skipped: number of skipped measurements.
         last_seconds: how long the last measurement took.
     """
@@ -81,6 +82,7 @@ class Budget:
         self.max_overhead = max_overhead
         self.measured = 0.0
         self.vital_seconds = 0.0
+        self.pulse_seconds = 0.0
         self.skipped = 0
         self.last_seconds = 0.0
         self._free_seconds = free_seconds
@@ -130,7 +132,7 @@ class Budget:
         """What the next measurement may cost. Until one succeeds: a full one, if there is any time left."""
         at, interval, last, has_end = astuple(self._position)
         left = self._seconds_left()
-        if self.max_overhead is None or self.measured <= self.vital_seconds:
+        if self.max_overhead is None or self.measured <= self.vital_seconds + self.pulse_seconds:
             return Plan(1.0)
         if self._full_seconds is None:
             return Plan(1.0 if left > 0 else 0.0)
@@ -201,6 +203,14 @@ class Budget:
         if with_sharpness:
             self._sharpness_seconds = seconds
 
+    @contextmanager
+    def taking_pulse(self) -> Iterator[None]:
+        """Times a pulse, or a part of one."""
+        before = self.measured
+        with self.reporting():
+            yield
+        self.pulse_seconds += self.measured - before
+
     def update_estimate(self, plan: Plan) -> None:
         """The last measurement succeeded with this plan. The duration of a failed one says nothing about the next."""
         self._position = replace(self._position, full=self._position.at)
@@ -224,6 +234,7 @@ class Budget:
             "skipped": self.skipped,
             "full_seconds": self._full_seconds,
             "vital_seconds": self.vital_seconds,
+            "pulse_seconds": self.pulse_seconds,
             "sharpness_seconds": self._sharpness_seconds,
             "position": asdict(self._position),
         }
@@ -232,6 +243,7 @@ class Budget:
         self.measured, self._trained = state["measured"], state["trained"]
         self.skipped, self._full_seconds = state["skipped"], state["full_seconds"]
         self.vital_seconds, self._sharpness_seconds = state["vital_seconds"], state["sharpness_seconds"]
+        self.pulse_seconds = state["pulse_seconds"]
         self._position = Position(**state["position"])
 
 

@@ -49,6 +49,7 @@ def check_settings(
     loss: Any,
     output: Any,
     max_overhead: Any,
+    pulse: Any,
     rtol: Any,
     log_pairs: Any,
     heatmaps: Any,
@@ -74,6 +75,8 @@ def check_settings(
             check_integer(name, value, "None or an integer of at least 1", minimum=1)
     if every_n_validations is None and every_n_train_steps is None:
         raise InputError("every_n_validations=None needs every_n_train_steps: else nothing is measured")
+    if not isinstance(pulse, bool):
+        check_integer("pulse", pulse, "True, False or an integer of at least 1", minimum=1)
     check_integer("eigenvalues", eigenvalues, "an integer, 0 for none", minimum=0)
     if data not in ("val", "train"):
         raise InputError(f'data must be "val" or "train", not {data!r}')
@@ -90,13 +93,18 @@ def check_settings(
                 f"max_overhead={max_overhead:g} is more than the training itself; it is a share of it: 0.05 for five "
                 "percent, None for no limit"
             )
-    for name, value in {"initial": initial, "heatmaps": heatmaps, "verbose": verbose, "strict": strict}.items():
+    switches = {
+        "initial": initial,
+        "log_pairs": log_pairs,
+        "heatmaps": heatmaps,
+        "verbose": verbose,
+        "strict": strict,
+    }
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise InputError(f"{name} must be True or False, not {value!r}")
     if not isinstance(log_key_prefix, str):
         raise InputError(f'log_key_prefix must be a string, "probe/" say, not {log_key_prefix!r}')
-    if not (isinstance(log_pairs, bool) or log_pairs == "auto"):
-        raise InputError(f'log_pairs must be True, False or "auto", not {log_pairs!r}')
     if not isinstance(alerts, (bool, AlertRules)):
         raise InputError(f"alerts must be True, False or AlertRules(...), not {alerts!r}")
     if not (on_alert is None or on_alert in ("stop", "checkpoint") or callable(on_alert)):

@@ -21,11 +21,10 @@ from curvmon.monitor.pairs_and_spectrum import release_memory
 from curvmon.numerics import norm
 from curvmon.operators.batch_shares import shares_of
 from curvmon.operators.session import NOISE_SEED, Loss
-from curvmon.records import VitalSigns
+from curvmon.records import PROBE_LOSS, VitalSigns
 from curvmon.spectrum.findings import Findings
 from curvmon.spectrum.warm_sharpness import warm_sharpness
 
-PROBE_LOSS = "the loss of the probe batch"
 MOST_COPIED = 2**27
 """entries of parameters and buffers that are copied to the host for the norm of an update"""
 

@@ -27,6 +27,7 @@ from curvmon.graph.autograd import differentiate
 from curvmon.graph.fixed_pieces import ChangedCallsError, FixedPieces
 from curvmon.graph.linear_layers import LayeredGraph
 from curvmon.graph.taps import TappedGraph
+from curvmon.graph.unsaved import NotSavedError, nothing_saved
 from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.isolation.fused_attention import fused_attention
 from curvmon.numerics import norms
@@ -251,9 +252,9 @@ class DifferenceOperator(ParameterOperator):
     def _outputs(self, index: int) -> list[Tensor]:
         """The outputs, from a forward pass that keeps nothing for a backward pass."""
         try:
-            with _nothing_saved():
+            with nothing_saved():
                 graph = self._shifted_graph(index)
-        except _NotSavedError:  # the loss takes gradients itself
+        except NotSavedError:  # the loss takes gradients itself
             graph = self._shifted_graph(index)
         return [output.detach() for output in graph.outputs]
 
@@ -268,20 +269,6 @@ class DifferenceOperator(ParameterOperator):
             raise DifferencesError(text, lasts=True) from error
         finally:
             self._at.copy_(self._original)
-
-
-class _NotSavedError(RuntimeError):
-    pass
-
-
-def _nothing_saved() -> Any:
-    """For a forward pass whose graph is needed to find the outputs, but not to differentiate them."""
-
-    def unpack(nothing: Any) -> Any:
-        raise _NotSavedError
-
-    hooks: Any = torch.autograd.graph.saved_tensors_hooks
-    return hooks(lambda tensor: None, unpack)
 
 
 def _length(z: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The records that curvmon returns. Frozen: a result never changes after it was measured."""
 
-from curvmon.records.events import Alert, Level, Snapshot, VitalSigns
+from curvmon.records.events import PROBE_LOSS, Alert, Level, Snapshot, VitalSigns
 from curvmon.records.measurement import (
     AFTER_LAST_NODE,
     METRICS,
@@ -10,11 +10,13 @@ from curvmon.records.measurement import (
     Pair,
     mean_by_distance,
 )
+from curvmon.records.pulses import PulseRecord
 from curvmon.records.spectrum import Density, GroupSpectrum, Spectrum
 
 __all__ = [
     "AFTER_LAST_NODE",
     "METRICS",
+    "PROBE_LOSS",
     "Alert",
     "Density",
     "ExactMeasurement",
@@ -23,6 +25,7 @@ __all__ = [
     "Measurement",
     "Metric",
     "Pair",
+    "PulseRecord",
     "Snapshot",
     "Spectrum",
     "VitalSigns",

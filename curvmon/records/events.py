@@ -11,6 +11,8 @@ from curvmon.records.measurement import Measurement
 from curvmon.records.spectrum import Spectrum
 
 Level = Literal["info", "warning", "error"]
+PROBE_LOSS = "the loss of the probe batch"
+"""in `VitalSigns.not_finite`, in addition to names of parameters and buffers"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,9 @@ class Alert:
         score: size of the change in standard deviations; for a rule, |value / threshold|.
         step: when it was measured.
         epoch: when it was measured.
-        message: what happened and what to check.
+        headline: what happened, where and when, in fewer than 80 characters.
+        evidence: what was measured, most important first, with the values before and after.
+        suggestion: what to do next; one sentence.
         level: "info" for a notice, "warning" or "error" for an alert.
         others: further pairs or quantities that the same event changed, most affected first.
     """
@@ -39,16 +43,28 @@ class Alert:
     score: float
     step: int
     epoch: int
-    message: str
+    headline: str
+    evidence: tuple[str, ...] = ()
+    suggestion: str = ""
     level: Level = "warning"
     others: tuple[str, ...] = ()
 
+    @property
+    def message(self) -> str:
+        """The headline, then the evidence and the suggestion, each on an indented line."""
+        return "\n".join([self.headline, *(f"  {line}" for line in self.details)])
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        """The lines below the headline: evidence, each `- …`, and the suggestion."""
+        return (*(f"- {point}" for point in self.evidence), *([self.suggestion] if self.suggestion else []))
+
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "others": list(self.others)}
+        return {**asdict(self), "evidence": list(self.evidence), "others": list(self.others)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Alert:
-        return cls(**{**state, "others": tuple(state["others"])})
+        return cls(**{**state, "evidence": tuple(state["evidence"]), "others": tuple(state["others"])})
 
     def __str__(self) -> str:
         return self.message
@@ -64,7 +80,7 @@ class VitalSigns:
         update_norm: ‖θ - θ_before‖, θ_before at the vital signs before these; NaN for the first.
         learning_rate: the largest of all optimizers.
         not_finite: names of parameters and buffers with entries that are NaN or infinite, and were finite before; also
-            "the loss of the probe batch".
+            `PROBE_LOSS`.
         sharpness: λ_1 from a few HVPs that start at the last eigenvector; NaN where there was no time for it.
         sharpness_error: its residual, a bound of its error.
         hvps: Hessian-vector products for it.

@@ -35,3 +35,12 @@ def _fixed(value: float, magnitude: int, digits: int) -> str:
     if -4 <= magnitude <= 4:
         return f"{value:.{max(0, digits - magnitude)}f}"
     return f"{value:.{digits}e}"
+
+
+def short(value: float) -> str:
+    """Three digits: `0.0312`, `12.5`, `2412`, `3.1e-07`; `NaN` and `infinity` where there is no number."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinity" if value > 0 else "-infinity"
+    if 100 <= abs(value) < 1e6:
+        return f"{value:.0f}"
+    return f"{value:.3g}"

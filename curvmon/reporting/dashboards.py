@@ -1,18 +1,21 @@
 """How dashboards arrange the keys: TensorBoard's custom scalars, the x-axis of W&B, a W&B workspace.
 
-The first two are set up once for a logger. The workspace needs the package wandb-workspaces, and a W&B server to be
-saved.
+The first two are set up by the monitor. The workspace needs the package wandb-workspaces, and a W&B server to be saved.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import quote
 
-from curvmon.metrics.registry import COST, all_metrics
+from curvmon.reporting.charts import Chart, sections
 from curvmon.reporting.scalars import Keys, groups, picture_keys
 
 
@@ -37,36 +40,34 @@ def wandb_workspace(entity: str, project: str, name: str = "curvature", prefix: 
     keys = Keys(prefix)
 
     def plot(chart: Chart) -> Any:
+        # a regular expression: the number of lines depends on the network
+        lines = f"^{keys.pattern(chart.names)}"
         return panels.LinePlot(
             title=chart.title,
             x=STEP,
-            # a regular expression: the number of lines depends on the network
-            metric_regex=f"^{keys.pattern(chart.names)}",
+            metric_regex=f"(^{chart.own}$)|({lines})" if chart.own else lines,
             log_y=chart.log_scale or None,
         )
 
     def picture(name: str) -> Any:
-        return panels.MediaBrowser(title=name, media_keys=[keys(name)], num_columns=1)
+        return panels.MediaBrowser(title=name.split("/")[-1], media_keys=[keys(name)], num_columns=1)
 
-    def section(title: str, contents: list[Any], is_open: bool = True) -> Any:
+    def section(title: str, contents: list[Any]) -> Any:
         return ws.Section(
             name=keys(title),
             panels=contents,
-            is_open=is_open,
+            is_open=True,
             layout_settings=ws.SectionLayoutSettings(columns=min(3, len(contents)), rows=2),
             panel_settings=ws.SectionPanelSettings(x_axis=STEP),
         )
 
-    plots = {title: [plot(chart) for chart in charts] for title, charts in sections().items()}
-    cost = plots.pop(COST)
     return ws.Workspace(
         entity=entity,
         project=project,
         name=name,
         sections=[
-            *(section(title, contents) for title, contents in plots.items()),
+            *(section(title, [plot(chart) for chart in charts]) for title, charts in sections().items()),
             section("pictures", [picture(name) for name in picture_keys()]),
-            section(COST, cost, is_open=False),
         ],
         settings=ws.WorkspaceSettings(x_axis=STEP),
     )
@@ -76,61 +77,92 @@ STEP = "trainer/global_step"
 """the x-axis of WandbLogger"""
 
 
-class Chart(NamedTuple):
-    """One chart of a dashboard.
+def tensorboard_link(*tags: str, address: str = "http://localhost:6006/") -> str:
+    """A link to TensorBoard's first tab with some tags pinned, above the groups, which it sorts by name.
 
-    Attributes:
-        title: title above it.
-        names: regular expression; the keys that match are its lines.
-        log_scale: whether the y-axis is logarithmic.
+    Args:
+        tags: names of scalars.
+        address: of the TensorBoard.
+
+    Example:
+        >>> from curvmon.reporting.dashboards import tensorboard_link
+        >>> link = tensorboard_link("train_loss", "val_loss", "curvmon/lambda_1")
     """
-
-    title: str
-    names: str
-    log_scale: bool
+    pinned = [{"plugin": "scalars", "tag": tag} for tag in tags]
+    return f"{address}?pinnedCards={quote(json.dumps(pinned, separators=(',', ':')))}#timeseries"
 
 
-def sections() -> dict[str, list[Chart]]:
-    """The charts of a dashboard by section, from the metric registry; metrics with one chart title share it."""
-    arranged: dict[str, dict[str, Chart]] = {}
-    for spec in all_metrics():
-        if spec.chart:
-            charts = arranged.setdefault(spec.section, {})
-            shared = charts.get(spec.chart)
-            names = spec.chart_keys if shared is None else f"({shared.names}|{spec.chart_keys})"
-            charts[spec.chart] = Chart(spec.chart, names, spec.log_scale)
-    return {section: list(charts.values()) for section, charts in arranged.items()}
+def set_up(logger: Any, kind: str, keys: Keys, names: Collection[str]) -> None:
+    """Arrange the charts of one monitor in a logger; `kind`: name of the logger's class, `names`: what it gets now."""
+    if kind == "TensorBoardLogger":
+        _lay_out(logger, keys, names)
+    elif kind == "WandbLogger":
+        _define_axis(logger, keys)
 
 
-def set_up(logger: Any, kind: str, keys: Keys) -> None:
-    """Lay out the charts of one monitor in a logger, once; `kind` is the name of the logger's class."""
-    if kind not in ("TensorBoardLogger", "WandbLogger"):
-        return
+def _define_axis(logger: Any, keys: Keys) -> None:
+    """WandbLogger does so itself only for a run that it has begun."""
     # stored where all monitors of a trainer, and of later ones with the same logger, see it
-    prefixes: list[str] = logger.experiment.__dict__.setdefault("_curvmon_prefixes", [])
+    prefixes: list[str] = vars(logger.experiment).setdefault("_curvmon_prefixes", [])
     own = Keys(f"{logger_prefix(logger)}{keys.prefix}")
     if own.prefix in prefixes:
         return
     prefixes.append(own.prefix)
-    if kind == "TensorBoardLogger":
-        if len(prefixes) > 1 or not _has_layout(logger):
-            logger.experiment.add_custom_scalars(tensorboard_layout(prefixes))
-    elif not logger._wandb_init.get("sync_tensorboard"):
-        # WandbLogger does so itself only for a run that it has begun
+    if not logger._wandb_init.get("sync_tensorboard"):
         logger.experiment.define_metric(STEP)
         for group in groups():
             logger.experiment.define_metric(own(group), step_metric=STEP)
 
 
-def tensorboard_layout(prefixes: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Custom scalars. TensorBoard has a single layout: with several monitors the last one must name all charts."""
-    return {
-        f"{section} ({prefix.rstrip('/')})" if prefix else section: {
-            chart.title: ["Multiline", [Keys(prefix).pattern(chart.names)]] for chart in charts
-        }
-        for prefix in prefixes
-        for section, charts in sections().items()
-    }
+@dataclass
+class _Layouts:
+    """What all monitors have written to one TensorBoardLogger: their keys by prefix, and the layouts."""
+
+    names: dict[str, frozenset[str]] = field(default_factory=dict)
+    latest: dict[str, Any] | None = None
+    count: int = 0
+
+
+def _lay_out(logger: Any, keys: Keys, names: Collection[str]) -> None:
+    """A layout of the charts that have lines; again where new ones come up, of which TensorBoard shows the latest."""
+    written: _Layouts = vars(logger.experiment).setdefault("_curvmon_layouts", _Layouts())
+    earlier = written.names.get(keys.prefix, frozenset())
+    if earlier.issuperset(names):
+        return
+    every = {**written.names, keys.prefix: earlier.union(names)}
+    layout = tensorboard_layout(every, logger_prefix(logger))
+    # a user's own layout, or that of the run which is resumed here, is not replaced
+    if layout != written.latest and _layouts_in(logger) == written.count:
+        logger.experiment.add_custom_scalars(layout)
+        written.latest, written.count = layout, _layouts_in(logger)
+    written.names = every
+
+
+def tensorboard_layout(names: Mapping[str, Collection[str]], logger_prefix: str = "") -> dict[str, dict[str, Any]]:
+    """Custom scalars: section -> title of a chart -> its lines. TensorBoard has a single layout for all monitors.
+
+    It has no logarithmic axes: where these belong, charts show logarithms.
+
+    Args:
+        names: keys that have values, by `log_key_prefix`; charts without lines are omitted.
+        logger_prefix: what the logger puts before all keys.
+    """
+    own, *further = sections().items()
+    layout: dict[str, dict[str, Any]] = {own[0]: {}}
+    for chart in own[1]:
+        lines = [Keys(f"{logger_prefix}{prefix}").pattern(chart.names) for prefix in names]
+        layout[own[0]][chart.title] = ["Multiline", [Keys(logger_prefix).pattern(chart.own), *lines]]
+    for prefix, keys in names.items():
+        for section, charts in further:
+            with_lines = {}
+            for chart in charts:
+                lines_of = chart.logarithms or chart.names
+                if any(re.match(Keys(prefix).pattern(lines_of), key) for key in keys):
+                    title = f"{chart.title}, log10" if chart.logarithms else chart.title
+                    with_lines[title] = ["Multiline", [Keys(f"{logger_prefix}{prefix}").pattern(lines_of)]]
+            if with_lines:
+                layout[f"{section} ({prefix.rstrip('/')})" if prefix else section] = with_lines
+    return layout
 
 
 def logger_prefix(logger: Any) -> str:
@@ -139,12 +171,19 @@ def logger_prefix(logger: Any) -> str:
     return f"{prefix}{logger.LOGGER_JOIN_CHAR}" if prefix else ""
 
 
-def _has_layout(logger: Any) -> bool:
-    """A user's own layout, which ours would replace, or that of the run that is resumed here."""
+def _layouts_in(logger: Any) -> int:
+    """How often a layout is mentioned in the files of a run."""
     logger.experiment.flush()
+    count = 0
     for path in Path(logger.log_dir).glob("events.out.tfevents.*"):
         if path.stat().st_size:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                if content.find(b"custom_scalars__config__") >= 0:
-                    return True
-    return False
+                place = content.find(LAYOUT)
+                while place >= 0:
+                    count += 1
+                    place = content.find(LAYOUT, place + 1)
+    return count
+
+
+LAYOUT = b"custom_scalars__config__"
+"""tag of a layout in TensorBoard's files"""

@@ -271,7 +271,7 @@ def spectrum_over_time(
     tops = [[s.eigenvalues[i].item() if i < len(s.eigenvalues) else math.nan for s in spectra] for i in range(count)]
     for i, values in enumerate(tops):
         label = "λ₁" if i == 0 else _range_label(count) if i == 1 else None
-        style = {"color": PALETTE[0], "linewidth": 2, "zorder": 4} if i == 0 else {"color": "0.6", "linewidth": 1}
+        style = {"color": PALETTE[0], "linewidth": 2, "zorder": 4} if i == 0 else {"color": PALETTE[5], "linewidth": 1}
         axis.plot(steps, values, f"{mark}-", label=label, **style)
     ggn = [spectrum.ggn_eigenvalue for spectrum in spectra]
     if any(math.isfinite(value) for value in ggn):

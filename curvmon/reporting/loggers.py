@@ -1,4 +1,4 @@
-"""Writes numbers, pictures and alerts to the Trainer's loggers. A logger that fails never stops a run.
+"""Writes numbers and pictures to the Trainer's loggers. A logger that fails never stops a run.
 
 Loggers are recognised by the names of their classes: W&B's exists twice (pytorch_lightning and lightning), and no
 optional package is imported before there is a logger that needs it.
@@ -6,43 +6,13 @@ optional package is imported before there is a logger that needs it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from curvmon.errors import warn
-from curvmon.records import Alert
 from curvmon.reporting.canvas import pixels, plain
 from curvmon.reporting.dashboards import logger_prefix, set_up
-from curvmon.reporting.scalars import Keys
-
-log = logging.getLogger("curvmon")
-_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-WANDB_LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
-WANDB_WAIT = 300
-"""seconds before W&B sends a second message with the same title"""
-
-
-def deliver_alert(trainer: Any, alert: Alert, key: str) -> None:
-    """On rank 0: to the Python log, and to the loggers that take text."""
-    log.log(_LEVELS[alert.level], "%s", alert.message)
-    for logger in trainer.loggers:
-        kind = kind_of(logger)
-        try:
-            if kind == "WandbLogger" and alert.level != "info":
-                logger.experiment.alert(
-                    title=f"curvmon: {alert.kind.replace('_', ' ')}",
-                    text=alert.message,
-                    level=WANDB_LEVELS[alert.level],
-                    wait_duration=WANDB_WAIT,
-                )
-            elif kind == "TensorBoardLogger":
-                text = f"**{alert.kind.replace('_', ' ')}** ({alert.level}): {alert.message}"
-                logger.experiment.add_text(key, text, global_step=alert.step)
-                logger.save()
-        except Exception as error:
-            warn(f"{type(logger).__name__} did not take an alert ({type(error).__name__}: {error})")
-
+from curvmon.reporting.scalars import Keys, Scalars
 
 Draw = Callable[[], Any]
 """makes a figure"""
@@ -74,11 +44,13 @@ class Loggers:
         self._lost: set[int] = set()
         """places of the loggers that did not take the last numbers"""
 
-    def write(self, trainer: Any, scalars: Mapping[str, float], step: int) -> None:
+    def write(self, trainer: Any, scalars: Scalars, epoch: int, step: int) -> None:
         for i, logger in enumerate(trainer.loggers):
-            name = _name(trainer, i)
-            self._guarded(f"{name} did not take the layout", set_up, logger, kind_of(logger), self._keys)
-            taken = self._guarded(f"{name} did not take the numbers", _write_scalars, logger, scalars, step)
+            name, kind = _name(trainer, i), kind_of(logger)
+            values = scalars.for_logger(kind)
+            self._guarded(f"{name} did not take the layout", set_up, logger, kind, self._keys, values.keys())
+            values["epoch"] = float(epoch)
+            taken = self._guarded(f"{name} did not take the numbers", _write_scalars, logger, values, step)
             (self._lost.discard if taken else self._lost.add)(i)
 
     def draw(self, trainer: Any, pictures: Mapping[str, Draw], step: int) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from curvmon.errors import warn
 from curvmon.metrics.registry import pair_metric, pair_metric_names
-from curvmon.records import Alert, Snapshot
+from curvmon.records import Alert, PulseRecord, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import KeptFigures, available
 from curvmon.reporting.console import print_line, summary
 from curvmon.reporting.loggers import Loggers
 from curvmon.reporting.pictures import Picture, PictureSchedule
-from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, Keys, heatmap_key, scalars
+from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, Keys, heatmap_key, pulse_scalars, scalars
 
 Publish = Callable[[Any, Mapping[str, float], Iterable[str]], None]
 """publish(trainer, scalars, stale): on every rank, for callbacks such as EarlyStopping; `stale`: keys of earlier
@@ -26,7 +27,7 @@ class Report:
 
     Args:
         metrics: names of the pair metrics.
-        log_pairs: whether every pair is a scalar; "auto": only for few nodes.
+        log_pairs: whether every pair is a scalar.
         heatmaps: whether figures are drawn.
         log_key_prefix: prefix of every key.
         verbose: whether every measurement is printed.
@@ -39,7 +40,7 @@ class Report:
     def __init__(
         self,
         metrics: Sequence[str],
-        log_pairs: bool | Literal["auto"],
+        log_pairs: bool,
         heatmaps: bool,
         log_key_prefix: str,
         verbose: bool,
@@ -54,6 +55,10 @@ class Report:
         self._loggers = Loggers(self._keys)
         self._figures = KeptFigures()
         self._published: set[str] = set()
+        self._pulse: dict[str, float] = {}
+        """numbers of the last pulse since the last snapshot"""
+        self._pulse_step = -math.inf
+        """of the last one that the loggers have"""
         self.schedule = PictureSchedule()
 
     @property
@@ -73,16 +78,32 @@ class Report:
             fresh: those of the last snapshot.
         """
         snapshot = snapshots[-1]
-        values = self._keys.named(scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs))
+        numbers = scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs).named(self._keys)
+        values = numbers.for_callbacks()
+        # in the loggers, those of a pulse belong to its own step
+        values, self._pulse = {**values, **self._pulse}, {}
         self._publish(trainer, values, self._published - values.keys())
         self._published = set(values)
         if trainer.is_global_zero:
-            values["epoch"] = float(snapshot.epoch)
-            self._loggers.write(trainer, values, snapshot.step)
+            self._loggers.write(trainer, numbers, snapshot.epoch, snapshot.step)
             if snapshot.is_full:
                 self._plan_pictures(snapshots, alerts, fresh)
             if self._verbose:
                 print_line(trainer, summary(snapshot))
+
+    def write_pulse(self, trainer: Any, record: PulseRecord, at_once: bool) -> None:
+        """Report a pulse: to `callback_metrics`, and to the loggers as often as they take numbers of training steps.
+
+        `at_once`: to the loggers in any case.
+        """
+        numbers = pulse_scalars(record).named(self._keys)
+        self._pulse = numbers.for_callbacks()
+        self._publish(trainer, self._pulse, ())
+        self._published |= self._pulse.keys()
+        is_due = at_once or record.step - self._pulse_step >= trainer.log_every_n_steps
+        if trainer.is_global_zero and self._pulse and is_due:
+            self._pulse_step = record.step
+            self._loggers.write(trainer, numbers, record.epoch, record.step)
 
     def _plan_pictures(self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
         pictures, snapshot = self._keys.named(self._pictures(snapshots, alerts, fresh)), snapshots[-1]

@@ -1,25 +1,49 @@
-"""A snapshot as numbers by logger key, the same in all loggers; slashes group them.
+"""A snapshot as numbers by logger key, and which of them go where. Slashes group the keys:
 
-`Keys` is the only place that applies `log_key_prefix`.
+    curvmon/lambda_1                         the headline: at most 14 numbers, one for each metric
+    curvmon_spectrum/lambda_2                further eigenvalues
+    curvmon_distance/resonance/1             means over the pairs of layers that are d = 0, 1, … apart
+    curvmon_pairs/resonance/stem--layer4     single pairs, with `log_pairs=True`
+    curvmon_pictures/resonance               heatmaps and curves
+    curvmon_detail/resonance_stderr          standard errors and bookkeeping
+
+`Scalars.for_logger` is the only place that decides where a number goes, `Keys` the only one that applies
+`log_key_prefix`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from curvmon.metrics.registry import PairMetric, pair_metric, pair_metric_names, scalar_metrics
-from curvmon.records import Measurement, Snapshot
+from curvmon.metrics.registry import (
+    SPECTRUM,
+    MetricSpec,
+    PairMetric,
+    ScalarMetric,
+    pair_metric,
+    pair_metric_names,
+    scalar_metrics,
+)
+from curvmon.metrics.step_metrics import STEP_METRICS
+from curvmon.records import Measurement, PulseRecord, Snapshot
 
 Value = TypeVar("Value")
-ALERT = "curvmon/alert"
-BY_DISTANCE, EIGENVALUES = "by_distance", "spectrum"
+HEADLINE = "curvmon/"
+_SPECTRUM, _DISTANCE, _PAIRS, _PICTURES, _DETAIL = (
+    f"curvmon_{group}/" for group in ("spectrum", "distance", "pairs", "pictures", "detail")
+)
+ALERT = f"{HEADLINE}alert"
+"""of texts"""
+BY_DISTANCE, EIGENVALUES = f"{_PICTURES}by_distance", f"{_PICTURES}eigenvalues"
 """pictures, apart from the heatmaps"""
+_NOT_EVERYWHERE = re.compile(r"[^A-Za-z0-9_/. -]")
+"""what MLFlowLogger would drop from a key, with a warning every time; a ModuleDict may have any name in it"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,7 @@ class Keys:
 
 
 def heatmap_key(metric: str) -> str:
-    return f"heatmap/{metric}"
+    return f"{_PICTURES}{metric}"
 
 
 def picture_keys() -> tuple[str, ...]:
@@ -53,46 +77,118 @@ def picture_keys() -> tuple[str, ...]:
     return (*(heatmap_key(metric) for metric in pair_metric_names()), BY_DISTANCE, EIGENVALUES)
 
 
+def distance_key(metric: str, distance: int | str) -> str:
+    return f"{_DISTANCE}{metric}/{distance}"
+
+
+def stderr_key(key: str) -> str:
+    """`curvmon/trace` has its standard error in `curvmon_detail/trace_stderr`."""
+    return f"{_DETAIL}{re.sub(r'^curvmon(_[a-z]+)?/', '', key)}_stderr"
+
+
+def log10_key(key: str, spec: MetricSpec) -> str | None:
+    """Key of the logarithm of a number, for dashboards without logarithmic axes; None if it has none there.
+
+    It belongs to distances and eigenvalues: the headline stays small.
+    """
+    if not spec.log_scale or spec.detail:
+        return None
+    if key.startswith(_DISTANCE):
+        return key.replace(_DISTANCE, f"{_DISTANCE}log10_", 1)
+    if isinstance(spec, ScalarMetric) and spec.section == SPECTRUM:
+        return f"{_SPECTRUM}log10_{key.split('/', 1)[-1]}"
+    return None
+
+
 def groups() -> tuple[str, ...]:
-    """Glob patterns that together match every key."""
-    scalar_groups = dict.fromkeys(spec.key.split("/")[0] for spec in scalar_metrics())
-    return (*(f"{group}/*" for group in (*pair_metric_names(), *scalar_groups, "heatmap")), BY_DISTANCE, EIGENVALUES)
+    """Glob patterns that together match every key of a dashboard."""
+    own = [re.sub(r"(/|\{\}).*", lambda cut: "/*" if cut[1] == "/" else "*", spec.key) for spec in scalar_metrics()]
+    ours = (f"{group}*" for group in (HEADLINE, _SPECTRUM, _DISTANCE, _PAIRS, _PICTURES))
+    return tuple(group for group in dict.fromkeys((*ours, *own)) if not group.startswith(_DETAIL))
 
 
-MAX_NODES_IN_PAIRS = 6
-"""with more nodes, pairs are not logged one by one: hundreds of charts freeze a dashboard"""
-Pairs = bool | Literal["auto"]
-_NOT_EVERYWHERE = re.compile(r"[^A-Za-z0-9_/. -]")
-"""what MLFlowLogger would drop from a key, with a warning every time; a ModuleDict may have any name in it"""
+class Scalars(NamedTuple):
+    """Finite numbers by key.
+
+    Attributes:
+        shown: on dashboards.
+        detail: in files alone.
+        log10: logarithms of some that are shown, for dashboards that cannot have logarithmic axes.
+    """
+
+    shown: Mapping[str, float]
+    detail: Mapping[str, float]
+    log10: Mapping[str, float]
+
+    def for_logger(self, kind: str) -> dict[str, float]:
+        """What a logger gets: all of it in a file, what fits on a dashboard elsewhere. `kind`: name of its class."""
+        if kind == "CSVLogger":
+            return self.for_callbacks()
+        return {**self.shown, **(self.log10 if kind == "TensorBoardLogger" else {})}
+
+    def for_callbacks(self) -> dict[str, float]:
+        """What EarlyStopping and ModelCheckpoint can watch: everything that is measured."""
+        return {**self.shown, **self.detail}
+
+    def named(self, keys: Keys) -> Scalars:
+        return Scalars(*(keys.named(values) for values in self))
 
 
-def scalars(snapshot: Snapshot, *, metrics: Sequence[str] | None = None, pairs: Pairs = "auto") -> dict[str, float]:
-    """All finite numbers of a snapshot by their key; what is not defined (NaN) has no key.
+def scalars(snapshot: Snapshot, *, metrics: Sequence[str] | None = None, pairs: bool = False) -> Scalars:
+    """All finite numbers of a snapshot; what is not defined (NaN) has no key.
 
     Args:
         snapshot: pairs of layers, spectrum, or both.
         metrics: names of pair metrics; None: all that are registered.
-        pairs: every pair as a number of its own; "auto": up to six nodes. Means by distance are always there.
+        pairs: every pair as a number of its own.
     """
-    values: dict[str, float] = {}
+    shown: dict[str, float] = {}
+    detail: dict[str, float] = {}
+    log10: dict[str, float] = {}
+    for key, value, stderr, spec in _numbers(snapshot, pair_metric_names() if metrics is None else metrics, pairs):
+        if not math.isfinite(value):
+            continue
+        (detail if spec.detail else shown)[key] = value
+        if math.isfinite(stderr):
+            detail[stderr_key(key)] = stderr
+        logarithm = log10_key(key, spec)
+        if logarithm is not None and value > 0:
+            log10[logarithm] = math.log10(value)
+    return Scalars(shown, detail, log10)
+
+
+def pulse_scalars(record: PulseRecord) -> Scalars:
+    """The finite numbers of a pulse."""
+    values = {spec.key: float(getattr(record, spec.name)) for spec in STEP_METRICS}
+    return Scalars({key: value for key, value in values.items() if math.isfinite(value)}, {}, {})
+
+
+class _Number(NamedTuple):
+    key: str
+    value: float
+    stderr: float
+    """NaN if there is none"""
+    spec: MetricSpec
+
+
+def _numbers(snapshot: Snapshot, metrics: Sequence[str], pairs: bool) -> Iterator[_Number]:
     if snapshot.measurement is not None:
-        for name in pair_metric_names() if metrics is None else metrics:
-            values.update(_by_distance(snapshot.measurement, pair_metric(name)))
-            if pairs is True or (pairs == "auto" and len(snapshot.measurement.nodes) <= MAX_NODES_IN_PAIRS):
-                values.update(_one_by_one(snapshot.measurement, pair_metric(name)))
-    for spec in scalar_metrics():
-        values.update(spec.scalars(snapshot))
-    return {key: value for key, value in values.items() if math.isfinite(value)}
+        for spec in map(pair_metric, metrics):
+            yield _Number(f"{HEADLINE}{spec.name}", *spec.summary(snapshot.measurement), spec)
+            yield from _by_distance(snapshot.measurement, spec)
+            if pairs:
+                yield from _one_by_one(snapshot.measurement, spec)
+    for scalar in scalar_metrics():
+        errors = scalar.errors(snapshot)
+        for key, value in scalar.scalars(snapshot).items():
+            yield _Number(key, value, errors.get(key, math.nan), scalar)
 
 
-def _by_distance(measurement: Measurement, spec: PairMetric) -> dict[str, float]:
+def _by_distance(measurement: Measurement, spec: PairMetric) -> Iterator[_Number]:
     matrix, stderr = spec.values(measurement), spec.stderr(measurement)
-    values: dict[str, float] = {}
     for d, mean in enumerate(spec.by_distance(measurement).tolist()):
         if d > 0 or not spec.unit_diagonal:
-            values[f"{spec.name}/mean_d{d}"] = mean
-            values[f"{spec.name}/mean_d{d}_stderr"] = _stderr_of_mean(matrix, stderr, d)
-    return values
+            yield _Number(distance_key(spec.name, d), mean, _stderr_of_mean(matrix, stderr, d), spec)
 
 
 def _stderr_of_mean(matrix: Tensor, stderr: Tensor, d: int) -> float:
@@ -101,11 +197,12 @@ def _stderr_of_mean(matrix: Tensor, stderr: Tensor, d: int) -> float:
     return stderr.diagonal(d)[defined].mean().item()
 
 
-def _one_by_one(measurement: Measurement, spec: PairMetric) -> dict[str, float]:
+def _one_by_one(measurement: Measurement, spec: PairMetric) -> Iterator[_Number]:
     index = {name: i for i, name in enumerate(measurement.nodes)}
-    matrix = spec.values(measurement)
-    return {
-        f"{spec.name}/{_NOT_EVERYWHERE.sub('_', str(pair))}": matrix[index[pair.row], index[pair.col]].item()
-        for pair in measurement.pairs()
-        if pair.row != pair.col or not spec.unit_diagonal
-    }
+    matrix, stderr = spec.values(measurement).tolist(), spec.stderr(measurement).tolist()
+    for pair in measurement.pairs():
+        i, j = index[pair.row], index[pair.col]
+        constant = (i == j and spec.unit_diagonal) or (spec.zero_is_constant and matrix[i][j] == 0)
+        if not constant:
+            key = f"{_PAIRS}{spec.name}/{_NOT_EVERYWHERE.sub('_', str(pair))}"
+            yield _Number(key, matrix[i][j], stderr[i][j], spec)

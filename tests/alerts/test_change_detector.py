@@ -64,6 +64,14 @@ def test_a_jump_of_ten_deviations_is_detected_at_once(kind: str) -> None:
     assert detected >= 57
 
 
+def test_an_alert_has_values_before_and_after() -> None:
+    detector = ChangeDetector()
+    alert = [detector.update(value) for value in [1.0] * 20 + [4.0]][-1]
+    assert alert is not None and alert.headline == "The value jumped from 1 to 4"
+    assert alert.evidence[0] == "value: expected 1 → 4" and "standard deviations" in alert.evidence[1]
+    assert alert.suggestion == "Check what changed just before this value."
+
+
 def test_one_jump_is_one_alert_and_the_next_is_another() -> None:
     rng = random.Random(0)
     values = [rng.gauss(0, 0.05) + (1.5 if i >= 20 else 0) + (1.5 if i >= 40 else 0) for i in range(60)]

@@ -56,14 +56,14 @@ def test_values_that_follow_their_forecast_are_no_cause() -> None:
         (("training loss", ""), "training loss", 0.2, False),
         (("weights", "a.weight"), "norm of a.weight", 0.7, True),
         (("weights", "a.weight"), "norm of a.weight", 1.4, True),
-        (("statistics", "a.running_var"), "statistics in a.running_var", 0.3, True),
+        (("statistics", "a.running_var"), "norm of a.running_var", 0.3, True),
     ],
 )
 def test_a_jump_is_reported_once(source: Source, name: str, factor: float, lowers_threshold: bool) -> None:
     causes = causes_of(values(source, [1.0] * 8 + [factor] * 8))
     assert [bool(now) for now in causes] == [t == 8 for t in range(16)]
     ((cause,),) = (now for now in causes if now)
-    assert cause.text == f"{name} x {factor:.3g}" and cause.lowers_threshold is lowers_threshold
+    assert cause.text == f"{name} 1 → {factor:.3g} (x {factor:.3g})" and cause.lowers_threshold is lowers_threshold
 
 
 def test_the_innermost_node_of_a_tensor() -> None:

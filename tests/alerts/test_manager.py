@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from curvmon import AlertRules
 from curvmon.alerts.context import Context, Source
@@ -36,7 +37,7 @@ def test_one_layer_that_changes_is_named_once() -> None:
         ((at, alert),) = run(seed, 30, factors={"b": 3.0})
         assert at == 15
         assert alert.metric == "resonance" and "b" in alert.where.split("--")  # type: ignore[attr-defined]
-        assert "; at b (also" in alert.message  # type: ignore[attr-defined]
+        assert alert.headline == "Curvature (resonance) rose at a → b, step 15"  # type: ignore[attr-defined]
 
 
 def test_an_unclear_change_waits_for_the_next_and_is_compared_with_what_was_before() -> None:
@@ -83,7 +84,8 @@ def test_causes_are_named() -> None:
         messages += [alert.message for alert in manager.update(now, past, Context(values))]
         past.append(now)
     (message,) = messages
-    assert "learning rate x 20" in message and "check the learning rate" in message and "norm of" not in message
+    assert message.startswith("Learning rate x 20: curvature (resonance) rose throughout the network, step 15")
+    assert "learning rate 0.1 → 2 (x 20)" in message and "norm of" not in message
 
 
 def test_features_of_other_nodes_restart() -> None:
@@ -103,7 +105,7 @@ def test_a_missing_value_before_is_replaced_by_the_forecast() -> None:
         now = snapshot(i, rng, {"b": 3.0} if i >= 15 else None)
         raised += [alert for alert in manager.update(now, [Snapshot(step=i, epoch=i)]) if alert.level != "info"]
     (alert,) = raised
-    assert 0 < alert.before < alert.after and " rose from " in alert.message
+    assert 0 < alert.before < alert.after and "expected " in alert.evidence[0]
 
 
 def test_a_drift_is_reported_as_a_drift() -> None:
@@ -138,11 +140,25 @@ def test_a_change_after_a_gap_has_to_be_larger(factor: float, gap: int, expected
     assert raised == expected
 
 
+def test_a_dead_network_is_one_alert_and_its_loss_no_other() -> None:
+    rng, manager, past, raised = random.Random(3), AlertManager(), [], []
+    for i in range(24):
+        now = snapshot(i, rng)
+        assert now.measurement is not None
+        if i >= 15:
+            dead = torch.full_like(now.measurement.coupling, math.nan)
+            zero = torch.zeros_like(dead)
+            now = replace(now, measurement=replace(now.measurement, coupling=dead, resonance=zero, loss=9.0))
+        raised += [(i, alert.kind) for alert in manager.update(now, past) if alert.level != "info"]
+        past.append(now)
+    assert raised == [(15, "dead_network")]
+
+
 def test_the_manager_keeps_what_it_raised() -> None:
     rng, manager, raised = random.Random(3), AlertManager(), []
     for i in range(20):
         raised += manager.update(snapshot(i, rng, {"b": 3.0} if i >= 15 else None))
-    raised += manager.diverged("the loss is nan", 20, 20)
+    raised += manager.diverged("the loss is nan", Snapshot(20, 20))
     notice = replace(raised[0], level="info")
     manager.record([notice])
     assert manager.alerts == raised and [alert.kind for alert in raised] == ["jump", "not_finite"]
@@ -150,7 +166,7 @@ def test_the_manager_keeps_what_it_raised() -> None:
     resumed = AlertManager()
     resumed.load_state_dict(manager.state_dict())
     assert resumed.raised == manager.raised
-    assert resumed.diverged("the loss is nan", 21, 21) == []  # already reported
+    assert resumed.diverged("the loss is nan", Snapshot(21, 21)) == []  # already reported
 
 
 @pytest.mark.parametrize("part", ["raised", "network", "layers", "rules", "context"])
@@ -171,6 +187,6 @@ def test_a_disabled_manager_raises_nothing_and_keeps_what_a_checkpoint_holds() -
         manager.update(snapshot(i, rng, {"b": 3.0} if i >= 15 else None))
     disabled.load_state_dict(manager.state_dict())
     assert disabled.alerts == manager.alerts != []
-    assert disabled.diverged("the loss is nan", 18, 18) == disabled.update(snapshot(18, rng)) == []
+    assert disabled.diverged("the loss is nan", Snapshot(18, 18)) == disabled.update(snapshot(18, rng)) == []
     # what the detector had seen is out of date by the time alerts are enabled again
     assert list(disabled.state_dict()) == ["raised"]

@@ -1,4 +1,4 @@
-"""What an alert says."""
+"""What an alert of a change says."""
 
 from __future__ import annotations
 
@@ -15,60 +15,112 @@ from curvmon.alerts.detector import Change
 from curvmon.alerts.features import FeatureDeviation
 from curvmon.alerts.forecast import Deviation
 from curvmon.alerts.messages import ReportedChange, _mean, alert_of_change
-from tests.helpers.synthetic_snapshots import snapshot
+from curvmon.records import Snapshot
+from tests.helpers.synthetic_snapshots import NODES, snapshot
 
-RATE = Cause("learning rate", "", "x 20", 9.0, True)
-WEIGHT = Cause("weights", "b.weight", "x 0.5", 9.0, True)
-LOSS = Cause("training loss", "", "x 3", 9.0, True)
-VARIANCE = Cause("statistics", "b.running_var", "x 2", 8.0, True)
-MEAN = Cause("statistics", "b.running_mean", "x 2", 7.0, True)
+RATE = Cause("learning rate", "", "x 20", 9.0, True, 0.1, 2.0)
+WEIGHT = Cause("weights", "b.weight", "x 0.5", 9.0, True, 2.0, 1.0)
+HEAD = WEIGHT._replace(name="head.weight", after=4.0)
+LOSS = Cause("training loss", "", "x 3", 9.0, True, 0.2, 0.6)
+VARIANCE = Cause("statistics", "b.running_var", "x 2", 8.0, True, 1.0, 2.0)
+MEAN = Cause("statistics", "b.running_mean", "x 2", 7.0, True, 3.0, 6.0)
+CUT = Cause("operations", "b", "1 fewer Add", math.inf, True)
 
 
-def alert(*causes: Cause) -> Alert:
-    """The resonance of b tripled."""
+def alert(*causes: Cause, sizes: dict[str, float] | None = None, loss: float = 1.0, names: str = "") -> Alert:
+    """The resonance of b tripled. `names`: what the names of the layers begin with."""
     rng = random.Random(0)
-    before, now = snapshot(0, rng), snapshot(1, rng, {"b": 3.0})
+    before, now = (named(s, names) for s in (snapshot(0, rng), snapshot(1, rng, {"b": 3.0})))
+    assert now.measurement is not None
+    now = replace(now, measurement=replace(now.measurement, loss=loss))
     deviations = [
-        FeatureDeviation("profile", name, Deviation(size, 10 * size, 0.0))
-        for name, size in [("stem", 0.1), ("a", 0.1), ("b", 1.0), ("c", 0.1), ("d", 0.1)]
+        FeatureDeviation("profile", f"{names}{name}", Deviation(size, 10 * size, 0.0))
+        for name, size in {**dict.fromkeys(NODES, 0.1), "b": 1.0, **(sizes or {})}.items()
     ]
-    return alert_of_change(Change("jump", deviations, 1), {"profile": 2.0}, causes, before, now)
+    significance = {"profile": 2.0}
+    if loss != 1.0:
+        deviations.append(FeatureDeviation("loss", "", Deviation(math.log(loss), 9.0, 0.0)))
+        significance["loss"] = 1.0
+    return alert_of_change(Change("jump", deviations, 1), significance, causes, before, now)
 
 
-def test_the_message_says_what_where_why_and_what_to_check() -> None:
-    message = alert(WEIGHT).message
-    assert message.startswith("resonance ") and " rose from " in message
-    assert "at b (also " in message
-    assert "at the same time: norm of b.weight x 0.5" in message
-    assert message.endswith("check what changed the weights of b before step 1")
+def named(snapshot: Snapshot, prefix: str) -> Snapshot:
+    assert snapshot.measurement is not None
+    names = tuple(f"{prefix}{name}" for name in snapshot.measurement.nodes)
+    return replace(snapshot, measurement=replace(snapshot.measurement, nodes=names))
+
+
+def test_the_message_says_what_where_why_and_what_to_do() -> None:
+    raised = alert(WEIGHT)
+    assert raised.headline == "Weights of b shrank: curvature (resonance) rose, step 1"
+    assert raised.evidence == (
+        "resonance a--b: 0.12 → 0.28 (the loss curves more strongly between these layers, optimizer steps overshoot "
+        "sooner)",
+        "at the same time: norm of b.weight 2 → 1 (x 0.5)",
+    )
+    assert raised.suggestion == "Check what changed the weights of b between steps 0 and 1."
+    lines = [*(f"- {point}" for point in raised.evidence), raised.suggestion]
+    assert raised.message.splitlines() == [raised.headline, *(f"  {line}" for line in lines)]
+    assert str(raised) == raised.message
 
 
 @pytest.mark.parametrize(
-    ("causes", "suggestion"),
+    ("causes", "headline", "suggestion"),
     [
-        ((), "check what changed in b"),
-        ((RATE,), "check the learning rate"),
-        ((LOSS,), "check the data and the labels"),
-        ((VARIANCE,), "check the running statistics (batch norm)"),
+        ((), "Curvature (resonance) rose at a → b", "Check what changed in b between steps 0 and 1: its weights"),
+        ((RATE,), "Learning rate x 20: curvature (resonance) rose throughout the network", "Check why the learning"),
+        ((LOSS,), "Curvature (resonance) rose at a → b", "Check the data and the labels of the training batches"),
+        ((VARIANCE,), "Running statistics changed: curvature (resonance) rose at a → b", "Check what changed the run"),
         (
-            (Cause("operations", "b", "1 fewer Add", math.inf, True),),
-            "check what changed in the forward pass before step 1",
+            (CUT,),
+            "Forward pass of b changed: curvature (resonance) rose",
+            "Check what changed in the forward pass of b",
         ),
-        ((Cause("learning rate", "", "x 0.1", 9.0, False),), "check what changed in b"),
+        ((HEAD,), "head.weight grew: curvature (resonance) rose at a → b", "Check what changed head.weight between"),
+        ((RATE._replace(lowers_threshold=False),), "Curvature (resonance) rose at a → b", "Check what changed in b"),
     ],
 )
-def test_the_suggestion_follows_the_cause(causes: tuple[Cause, ...], suggestion: str) -> None:
-    assert suggestion in alert(*causes).message
+def test_headline_and_suggestion_follow_the_cause(causes: tuple[Cause, ...], headline: str, suggestion: str) -> None:
+    raised = alert(*causes)
+    assert raised.headline == f"{headline}, step 1"
+    assert raised.suggestion.startswith(suggestion)
 
 
-def test_three_causes_are_listed_and_the_others_counted() -> None:
-    assert "at the same time: learning rate x 20, training loss x 3, norm of b.weight x 0.5 and 2 more" in (
-        alert(VARIANCE, MEAN, WEIGHT, LOSS, RATE).message
+def test_an_uncertain_place_is_said_to_be_uncertain() -> None:
+    assert alert(sizes={"c": 0.9}).headline == "Curvature (resonance) rose around b, step 1"
+    assert alert(sizes={"b": 0.1}).headline == "Curvature (resonance) rose throughout the network, step 1"
+
+
+def test_a_loss_that_jumped_leads_unless_a_layer_stands_out() -> None:
+    raised = alert(RATE, loss=63.7)
+    assert raised.headline == "Learning rate x 20: the loss jumped from 1 to 63.7, step 1"
+    assert (raised.metric, raised.before, raised.after) == ("loss", 1.0, 63.7)
+    assert raised.suggestion == (
+        "Lower the learning rate, and go back to a checkpoint of the validation at step 0, or an earlier one."
     )
+    assert alert(loss=63.7).metric == "resonance" and "loss of the probe batch: 1 → 63.7" in alert(loss=63.7).evidence
 
 
-def test_a_learning_rate_acts_throughout_the_network() -> None:
-    assert "throughout the network" in alert(RATE).message and alert(RATE).where == "all pairs"
+def test_long_names_are_shortened_in_the_headline_alone() -> None:
+    raised = alert(names="transformer.encoder.layers.with.absurdly.long.names.of.modules." * 3)
+    assert len(raised.headline) < 80 and raised.headline.endswith("b, step 1") and "…" in raised.headline
+    assert raised.where in raised.evidence[0] and "…" not in "".join(raised.evidence) + raised.suggestion
+
+
+def test_the_name_of_the_metric_is_shortened_before_those_of_layers() -> None:
+    raised = alert(CUT._replace(name="encoder.layers.eleven.b"), names="encoder.layers.eleven.")
+    assert raised.headline == "Forward pass of encoder.layers.eleven.b changed: resonance rose, step 1"
+
+
+def test_a_loss_that_hardly_changed_is_evidence_if_there_is_no_other() -> None:
+    assert alert().evidence[1:] == ("loss of the probe batch: 1 → 1, hardly changed",)
+
+
+def test_many_causes_are_listed_and_counted() -> None:
+    assert alert(VARIANCE, MEAN, WEIGHT, LOSS, RATE).evidence[1] == (
+        "at the same time: learning rate 0.1 → 2 (x 20), training loss 0.2 → 0.6 (x 3), "
+        "norm of b.weight 2 → 1 (x 0.5) and 2 more"
+    )
 
 
 def test_visible_changes() -> None:
@@ -85,6 +137,9 @@ def test_a_value_that_was_not_measured_before_is_replaced_by_its_forecast() -> N
     raised = alert_of_change(Change("drift", deviations, 1), {"loss": 2.0}, (), None, replace(now))
     assert raised.kind == "drift"
     assert raised.after == now.loss and raised.before == pytest.approx(now.loss / 2)
+    assert raised.evidence == (
+        "loss of the probe batch: expected 0.5 → 1 (the network is forgetting what it had learned)",
+    )
 
 
 def test_mean_over_all_pairs_is_geometric_on_a_logarithmic_scale() -> None:

@@ -89,7 +89,7 @@ def traces(one: Run, other: Run) -> list[str]:
 
 
 def monitor_of(case: Case) -> CurvatureMonitor:
-    options = {"eigenvalues": 1, "probe_size": 8, "heatmaps": False, "max_overhead": None, **case.monitor}
+    options = {"eigenvalues": 1, "probe_size": 8, "heatmaps": False, "max_overhead": None, "pulse": 1, **case.monitor}
     return CurvatureMonitor(log_key_prefix=PREFIX, **options)
 
 

@@ -420,8 +420,51 @@ def share(world: World) -> dict[str, Any]:
     return world.fit(Lit(), monitor, epochs=3)
 
 
+class Kept(pl.Callback):
+    """Every batch of this process, with the weights before and after it."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append([[part.clone() for part in batch], cloned(pl_module)])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.batches[-1].append(cloned(pl_module))
+
+
+def cloned(module: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def pulses(kind: str, **options: Any) -> Callable[[World], dict[str, Any]]:
+    """A pulse at every second step; three steps an epoch."""
+
+    def scenario(world: World) -> dict[str, Any]:
+        monitor, kept = CurvatureMonitor(initial=False, metrics=[], eigenvalues=1, pulse=2), Kept()
+        found = world.fit(Lit(kind), monitor, kept, epochs=4, **options)
+        records = [record.to_dict() for record in monitor.pulses]
+        plain = world.fit(Lit(kind), epochs=4, **options)
+        return {**found, "pulses": records, "batches": kept.batches, "without": plain["weights"]}
+
+    return scenario
+
+
+def failing_pulses(world: World) -> dict[str, Any]:
+    """The second process can take the first pulse alone."""
+    monitor = CurvatureMonitor(initial=False, metrics=[], eigenvalues=1, pulse=2)
+
+    def disturb(module: Any) -> None:
+        stepping = module.trainer.optimizers[0].step.__name__ != "_refuse"  # inside a pulse it must not
+        if world.rank and monitor.pulses and module.training and not stepping:
+            raise ValueError("only here")
+
+    found = world.fit(Lit(disturb=disturb), monitor, epochs=4)
+    return {**found, "pulses": [record.to_dict() for record in monitor.pulses]}
+
+
 def early_stopping(world: World) -> dict[str, Any]:
-    stop = EarlyStopping("hessian/lambda_1", mode="min", patience=1, min_delta=1e9)
+    stop = EarlyStopping("curvmon/lambda_1", mode="min", patience=1, min_delta=1e9)
     return world.fit(Lit(), CurvatureMonitor(eigenvalues=2), stop, epochs=6)
 
 
@@ -497,6 +540,9 @@ SCENARIOS: dict[int, dict[str, Callable[[World], dict[str, Any]]]] = {
         "share": share,
         "early_stopping": early_stopping,
         "two_monitors": two_monitors,
+        "pulses": pulses("silu-norm"),
+        "pulses_accumulated": pulses("silu", accumulate_grad_batches=3),
+        "failing_pulses": failing_pulses,
         "resumed": resumed,
         "unpicklable": unpicklable,
         "alone": alone,

@@ -93,7 +93,8 @@ def fit(
     **settings: Any,
 ) -> tuple[CurvatureMonitor, pl.Trainer]:
     options = {"eigenvalues": 1, "max_overhead": None, "heatmaps": False, **settings}
-    monitor = make(nodes=[f"model.{node}" for node in NODES], **options)
+    # between validations, pulses raise alerts of their own
+    monitor = make(**{"nodes": [f"model.{node}" for node in NODES], "pulse": False, **options})
     found = EVENTS[event] if isinstance(event, str) else event
     events = [] if found is None else [ApplyEvent(found, at)]
     trainer = pl.Trainer(

@@ -64,8 +64,8 @@ def main(package: str) -> None:
         trainer = lightning.Trainer(max_epochs=2, callbacks=[monitor], logger=loggers.CSVLogger(folder), **quiet)
         trainer.fit(classifier())
         assert len(monitor.history) == 3 and all(m.resonance.isfinite().all() for m in monitor.history)
-        assert math.isfinite(trainer.callback_metrics["hessian/lambda_1"].item())
-        assert "hessian/lambda_1" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
+        assert math.isfinite(trainer.callback_metrics["curvmon/lambda_1"].item())
+        assert "curvmon/lambda_1" in (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
         path = Path(folder) / "run.ckpt"
         trainer.save_checkpoint(path)
         again = CurvatureMonitor(eigenvalues=2, heatmaps=False, max_overhead=None)

@@ -66,7 +66,7 @@ def main() -> None:
         )
         trainer.fit(module, loader, loader)
         columns = Path(logger.log_dir, "metrics.csv").read_text().splitlines()[0]
-    assert len(monitor.history) == 3 and "hessian/lambda_1" in columns and "coupling/mean_d1" in columns
+    assert len(monitor.history) == 3 and "curvmon/lambda_1" in columns and "curvmon_distance/coupling/1" in columns
     missing = find_spec("matplotlib") is None
     assert any("need matplotlib" in str(warning.message) for warning in caught) == missing
     print(f"curvmon {curvmon.__version__}, torch {torch.__version__}, {'no ' if missing else ''}matplotlib: ok")

@@ -31,7 +31,7 @@ class Recorder(Logger):
     def save(self) -> None:
         self.saved = len(self.rows)
 
-    def measured(self, key: str = "curvmon/seconds") -> Rows:
+    def measured(self, key: str = "curvmon/alerts") -> Rows:
         return [(step, row) for step, row in self.rows if key in row]
 
 

@@ -12,14 +12,20 @@ from urllib.parse import quote
 
 from PIL import Image
 
+from curvmon.records import METRICS
+from curvmon.reporting.dashboards import tensorboard_link
+from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, heatmap_key
 from tests.helpers.browser import Browser, tensorboard
 
-TAGS = "curvmon/loss|hessian/lambda_1$|resonance/mean_d1$|coupling/mean_d1$"
+WIDTH, HEIGHT = 1280, 900
+"""of a first screen"""
+PINNED = tensorboard_link("train_loss", "val_loss", address="").removeprefix("?").removesuffix("#timeseries")
+HEATMAPS = quote(f"{heatmap_key('')}[{''.join(metric[0] for metric in METRICS)}]")
+FIGURES = {"heatmap": heatmap_key("resonance"), "by_distance": BY_DISTANCE, "spectrum": EIGENVALUES}
+"""pictures of the demo itself"""
 # a jump that is smoothed away, or cut off as an outlier, looks like nothing
 ALL_POINTS = """tagged('{kind}').filter(box => box.textContent.includes('Ignore outliers'))
     .forEach(box => (box.querySelector('input') ?? box).click())"""
-
-CLOSE = "tagged('button').find(button => button.textContent.includes('Settings')).click()"
 
 
 class Page(NamedTuple):
@@ -34,22 +40,22 @@ class Page(NamedTuple):
 
 PAGES = {
     "scalars": Page(
-        f"smoothing=0&tagFilter={quote(TAGS)}",
+        f"smoothing=0&{PINNED}",
         "#timeseries",
         "text().split('Step Relative version_0').length > 4 && tagged('mat-checkbox').length > 3",
-        (ALL_POINTS.format(kind="mat-checkbox"), CLOSE),
-        1010,
+        (ALL_POINTS.format(kind="mat-checkbox"),),
+        HEIGHT,
     ),
     "custom": Page(
         "",
         "#custom_scalars&_smoothingWeight=0",
-        "text().includes('Matches (5)') && text().includes('Matches (4)')",
+        "text().includes('Matches (3)') && text().includes('Matches (2)')",
         (ALL_POINTS.format(kind="paper-checkbox"),),
-        1090,
+        HEIGHT,
     ),
     "heatmaps": Page(
         "",
-        "#images&tagFilter=heatmap",
+        f"#images&tagFilter={HEATMAPS}",
         "tagged('img').filter(image => image.naturalWidth > 300).length >= 4",
         ("tagged('tf-image-loader').forEach(loader => { loader._stepIndex = STEP; })",),
         1090,
@@ -60,9 +66,8 @@ PAGES = {
 
 def take(browser: Browser, address: str, page: Page, dark: bool, moment: int) -> Image.Image:
     """`moment`: how many pictures there are before that of the alert."""
-    width = 1240
     browser.call(
-        "Emulation.setDeviceMetricsOverride", width=width, height=page.height, deviceScaleFactor=1, mobile=False
+        "Emulation.setDeviceMetricsOverride", width=WIDTH, height=page.height, deviceScaleFactor=1, mobile=False
     )
     browser.open(f"{address}?darkMode={json.dumps(dark)}&{page.query}{page.tab}")
     browser.wait(page.ready)
@@ -83,8 +88,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     options = parser.parse_args()
     runs = sorted(options.demo.glob("csv/version_*"), key=lambda path: path.stat().st_mtime)
-    moment = sorted(path.name for path in (runs[-1] / "heatmap" / "resonance").iterdir()).index("step_00000311.png")
+    moment = sorted(path.name for path in (runs[-1] / heatmap_key("resonance")).iterdir()).index("step_00000311.png")
     shutil.copy(options.demo / "demo.png", options.out / "demo.png")
+    for name, key in FIGURES.items():
+        steps = sorted((runs[-1] / key).iterdir())
+        shutil.copy(steps[-1 if key == EIGENVALUES else moment], options.out / f"dashboard_{name}.png")
     with tensorboard(options.demo / "tensorboard") as address:
         for dark in (False, True):
             with Browser() as browser:  # a new one: it remembers settings

@@ -61,12 +61,63 @@ def test_every_metric_of_the_table_is_described() -> None:
 
 def test_every_logged_key_has_a_metric() -> None:
     (snapshot,) = synthetic_spectra(1)
-    keys = scalars(replace(snapshot, measurement=synthetic_measurement(3), seconds=1.0, overhead=0.1))
-    assert {key for key in keys if key.split("/")[0] not in METRICS} == {
-        key for spec in registry.scalar_metrics() for key in spec.scalars(replace(snapshot, seconds=1.0))
+    found = scalars(replace(snapshot, measurement=synthetic_measurement(3), seconds=1.0, overhead=0.1))
+    own = {key for spec in registry.scalar_metrics() for key in spec.scalars(replace(snapshot, seconds=1.0))}
+    rest = found.shown.keys() - own
+    assert rest == {f"curvmon/{name}" for name in METRICS} | {
+        key for key in rest if key.startswith("curvmon_distance/")
     }
-    patterns = [spec.chart_keys for spec in registry.all_metrics() if spec.chart]
-    assert all(any(re.fullmatch(pattern, key) for key in keys) for pattern in patterns)
+    assert all(key.endswith("_stderr") for key in found.detail.keys() - own)
+    lines = [chart.names for charts in sections().values() for chart in charts]
+    assert all(any(re.fullmatch(names, key) for names in lines) for key in found.shown)
+
+
+def test_headline_numbers() -> None:
+    """Means over pairs of different layers; the GN-Gap is pooled, so that pairs without curvature do not dominate."""
+    measurement = synthetic_measurement(4)
+    i, j = torch.triu_indices(4, 4, 1)
+    for name in ("resonance", "coupling", "stable_rank"):
+        value, stderr = registry.pair_metric(name).summary(measurement)
+        assert value == pytest.approx(getattr(measurement, name)[i, j].mean().item(), rel=1e-12)
+        assert stderr == pytest.approx(0.07 * value, rel=1e-12)
+    small = measurement.gn_norm.clone()
+    small[0, 1] = small[1, 0] = 1e-6
+    gap = measurement.gn_gap.clone()
+    gap[0, 1] = gap[1, 0] = 1e3
+    gap[2, 3] = gap[3, 2] = math.inf
+    small[2, 3] = small[3, 2] = 0.0
+    total = tensor = 0.0
+    for v in range(4):
+        for w in range(v, 4):
+            total += small[v, w].item()
+            infinite = (v, w) == (2, 3)
+            tensor += (measurement.resonance if infinite else gap * small)[v, w].item()
+    value, stderr = registry.pair_metric("gn_gap").summary(replace(measurement, gn_gap=gap, gn_norm=small))
+    assert value == pytest.approx(tensor / total, rel=1e-12) and 0 < stderr < value < 1
+
+
+def test_headline_of_one_node() -> None:
+    measurement = synthetic_measurement(1)
+    assert registry.pair_metric("resonance").summary(measurement)[0] == measurement.resonance.item()
+    assert registry.pair_metric("gn_gap").summary(measurement)[0] == pytest.approx(measurement.gn_gap.item())
+    assert math.isnan(registry.pair_metric("coupling").summary(measurement)[0])  # 1 by definition
+
+
+def test_headline_of_undefined_values() -> None:
+    nothing = torch.full((3, 3), math.nan, dtype=torch.float64)
+    broken = replace(synthetic_measurement(3), gn_gap=nothing, gn_norm=nothing, coupling=nothing)
+    assert not {"curvmon/gn_gap", "curvmon/coupling"} & scalars(Snapshot(0, 0, broken)).for_callbacks().keys()
+
+
+@pytest.mark.parametrize("headline", [lambda m, values, stderr: 1 / 0, lambda m, values, stderr: None])
+def test_headline_that_cannot_be_computed_is_absent(headline: Any) -> None:
+    register(replace(TOY, headline=headline))
+    try:
+        with pytest.warns(UserWarning, match="metric 'toy' could not be computed"):
+            found = scalars(Snapshot(0, 0, synthetic_measurement(3))).shown
+        assert "curvmon/toy" not in found and "curvmon_distance/toy/1" in found and "curvmon/coupling" in found
+    finally:
+        unregister("toy")
 
 
 def test_specifications_are_frozen() -> None:
@@ -114,7 +165,7 @@ def test_toy_metric_in_a_run(toy: PairMetric, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(figures, "by_distance", by_distance)
     torch.manual_seed(0)
     logger = PictureRecorder()
-    monitor = CurvatureMonitor(metrics=["coupling", "toy"], eigenvalues=0, initial=False)
+    monitor = CurvatureMonitor(metrics=["coupling", "toy"], eigenvalues=0, initial=False, log_pairs=True)
     trainer = pl.Trainer(
         max_epochs=1, callbacks=[monitor], logger=logger, enable_checkpointing=False, enable_model_summary=False,
         enable_progress_bar=False, accelerator="cpu", log_every_n_steps=1,
@@ -123,17 +174,21 @@ def test_toy_metric_in_a_run(toy: PairMetric, monkeypatch: pytest.MonkeyPatch) -
     (measurement,) = monitor.history
     ((step, row),) = logger.measured()
     n = len(measurement.nodes)
-    assert {key for key in row if key.endswith("/mean_d1")} == {"coupling/mean_d1", "toy/mean_d1"}
+    assert {key for key in row if key.startswith("curvmon_distance") and key.endswith("/1")} == {
+        "curvmon_distance/coupling/1",
+        "curvmon_distance/toy/1",
+    }
     for d in range(n):
-        diagonal = measurement.spectral_norm.diagonal(d)
-        assert row[f"toy/mean_d{d}"] == pytest.approx(diagonal.mean().item(), rel=1e-12)
-        assert row[f"toy/mean_d{d}_stderr"] == pytest.approx(0.01 * diagonal.mean().item(), rel=1e-12)
+        mean = measurement.spectral_norm.diagonal(d).mean().item()
+        assert row[f"curvmon_distance/toy/{d}"] == pytest.approx(mean, rel=1e-12)
+        stderr = trainer.callback_metrics[f"curvmon_detail/toy/{d}_stderr"].item()
+        assert stderr == pytest.approx(0.01 * mean, rel=1e-6)
     for pair in measurement.pairs():
         i, j = (measurement.nodes.index(name) for name in pair)
-        assert row[f"toy/{pair}"] == measurement.spectral_norm[i, j].item()
-    assert trainer.callback_metrics["toy/mean_d0"].item() == pytest.approx(row["toy/mean_d0"])
-    assert set(logger.images) == {"heatmap/coupling", "heatmap/toy", "by_distance"}
-    assert logger.images["heatmap/toy"][step].std() > 10
+        assert row[f"curvmon_pairs/toy/{pair}"] == measurement.spectral_norm[i, j].item()
+    assert trainer.callback_metrics["curvmon_distance/toy/0"].item() == pytest.approx(row["curvmon_distance/toy/0"])
+    assert set(logger.images) == {f"curvmon_pictures/{name}" for name in ("coupling", "toy", "by_distance")}
+    assert logger.images["curvmon_pictures/toy"][step].std() > 10
     assert panels == ["coupling  C", "toy metric"]
 
 
@@ -149,9 +204,9 @@ def test_toy_metric_in_figures(toy: PairMetric) -> None:
 
 
 def test_toy_metric_in_dashboards_console_and_table(toy: PairMetric) -> None:
-    charts = {chart.title: chart for chart in sections()["curvature between layers"]}
+    charts = {chart.title: chart for chart in sections()["by distance between layers"]}
     assert charts["toy metric by distance"].log_scale
-    assert re.fullmatch(charts["toy metric by distance"].names, "toy/mean_d2")
+    assert re.fullmatch(charts["toy metric by distance"].names, "curvmon_distance/toy/2")
     assert "Y(layer1, layer3) " in summary(Snapshot(step=0, epoch=0, measurement=synthetic_measurement(3)))
     row = "| toy metric Y | the largest singular value of a block | any | none | nothing |"
     assert row in registry.markdown_table().splitlines()
@@ -187,8 +242,8 @@ def test_metric_that_cannot_be_computed_is_undefined(compute: Any) -> None:
         measurement = synthetic_measurement(3)
         with pytest.warns(UserWarning, match=r"metric 'broken' could not be computed \((ZeroDivision|Runtime)Error: "):
             assert broken.values(measurement).isnan().all() and broken.stderr(measurement).isnan().all()
-            keys = scalars(Snapshot(step=0, epoch=0, measurement=measurement))
-            assert "coupling/mean_d1" in keys and not any(key.startswith("broken/") for key in keys)
+            keys = scalars(Snapshot(step=0, epoch=0, measurement=measurement)).for_callbacks()
+            assert "curvmon_distance/coupling/1" in keys and not any("broken" in key for key in keys)
             assert len(figures.by_distance(measurement).axes) == 5
             assert alerts_of_a_jump(5.0) == []
     finally:
@@ -210,7 +265,8 @@ def test_compute_is_called_once_per_measurement() -> None:
             current = Snapshot(step=0, epoch=0, measurement=synthetic_measurement(4))
             assert current.measurement is not None
             AlertManager().update(current)
-            assert "counted/mean_d1" in scalars(current, pairs=True) and "Y(layer1" in summary(current)
+            assert "curvmon_pairs/counted/layer1--layer2" in scalars(current, pairs=True).shown
+            assert "Y(layer1" in summary(current)
             figures.by_distance(current.measurement), figures.heatmap(current.measurement, "counted")
             assert torch.equal(spec.stderr(current.measurement), 0.01 * current.measurement.spectral_norm)
             assert computed == [current.measurement.loss]
@@ -252,9 +308,9 @@ def test_scalar_that_cannot_be_read_has_no_value(read: Any) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             for _ in range(3):
-                keys = scalars(current)
+                keys = scalars(current).for_callbacks()
                 AlertManager().update(current)
-        assert "coupling/mean_d1" in keys and "broken/x" not in keys
+        assert "curvmon_distance/coupling/1" in keys and "broken/x" not in keys
         (warning,) = caught
         assert "metric 'broken' could not be computed (" in str(warning.message)
     finally:
@@ -279,7 +335,7 @@ def test_alert_of_a_further_scalar(key: str, place: str) -> None:
             past.append(current)
         (alert,) = alerts
         assert (alert.kind, alert.metric, alert.step, alert.before, alert.after) == ("jump", "size", 15, 3.0, 12.0)
-        assert alert.message.startswith("size of the run ") and f"{place} rose from 3 to 12: " in alert.message
+        assert alert.headline.startswith("Size of the run ") and f"{place}: 3 → 12" in alert.message
         assert "the toy metric rises in tests only" in alert.message and "resonance" not in alert.message
     finally:
         unregister("size")
@@ -316,7 +372,7 @@ def test_metric_that_is_not_registered_any_more_is_skipped_with_a_warning() -> N
     trainer = SimpleNamespace(is_global_zero=False)
     with pytest.warns(UserWarning, match="'gone' is not registered"):
         report.write(trainer, [Snapshot(step=1, epoch=0, measurement=measured())], [], [])
-    assert "coupling/mean_d1" in published[0] and not any(key.startswith("gone") for key in published[0])
+    assert "curvmon_distance/coupling/1" in published[0] and not any("gone" in key for key in published[0])
 
 
 def measured() -> Measurement:

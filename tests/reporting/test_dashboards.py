@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from curvmon.reporting.dashboards import tensorboard_link
+from curvmon.reporting.scalars import heatmap_key
 from tests.helpers.browser import Browser, chromium, tensorboard
 from tests.helpers.time_limits import PATIENCE
 
@@ -59,7 +61,7 @@ def test_demo_raises_one_alert_at_the_learning_rate_spike(demo: Path) -> None:
 def measured(demo: Path) -> list[dict[str, str]]:
     (table,) = demo.glob("csv/*/metrics.csv")
     with table.open() as file:
-        return [row for row in csv.DictReader(file) if row["hessian/lambda_1"]]
+        return [row for row in csv.DictReader(file) if row["curvmon/lambda_1"]]
 
 
 def test_demo_writes_logs_and_pictures(demo: Path) -> None:
@@ -68,12 +70,12 @@ def test_demo_writes_logs_and_pictures(demo: Path) -> None:
     assert [row["curvmon/alerts"] for row in rows] == ["0.0"] * 13 + ["1.0"] * 4
     steps = {int(row["step"]) for row in rows}
     for metric in METRICS:
-        pictures = {int(path.stem.removeprefix("step_")) for path in demo.glob(f"csv/*/heatmap/{metric}/*.png")}
+        pictures = {int(path.stem.removeprefix("step_")) for path in demo.glob(f"csv/*/{heatmap_key(metric)}/*.png")}
         assert {min(steps), SPIKE_STEP, max(steps)} <= pictures <= steps
     assert (demo / "demo.png").stat().st_size > 20_000
     if (demo / "wandb").exists():
         assert len(list(demo.glob("wandb/offline-run-*/run-*.wandb"))) == 1
-    for word in ("demo.png", "heatmap", "metrics.csv", "tensorboard --logdir"):
+    for word in ("demo.png", "curvmon_pictures", "metrics.csv", "tensorboard --logdir", "#custom_scalars"):
         assert word in (demo / "printed.txt").read_text()
 
 
@@ -97,23 +99,55 @@ def shows(page: tuple[Browser, str], tab: str, *expected: str) -> Browser:
 
 
 def test_scalars(page: tuple[Browser, str], demo: Path) -> None:
-    shows(page, "#scalars&tagFilter=hessian", "hessian/lambda_1", "hessian/lambda_min", "hessian/stability_ratio")
-    shows(page, "#scalars&tagFilter=resonance.*stem", "resonance/model.stem--model.layer3")
+    shows(page, "#scalars&tagFilter=curvmon%2F", "curvmon/lambda_1", "curvmon/lambda_min", "curvmon/stability_ratio")
+    shows(page, "#scalars&tagFilter=distance%2Fresonance", "curvmon_distance/resonance/3")
     # lines are drawn on a canvas, but this tab has the last value in words
-    last = float(measured(demo)[-1]["coupling/mean_d1"])
-    shows(page, "?tagFilter=coupling%2Fmean_d1%24#timeseries", "coupling", f"{last:.4g}")
+    last = float(measured(demo)[-1]["curvmon_distance/coupling/1"])
+    shows(page, "?tagFilter=coupling%2F1%24#timeseries", "coupling", f"{last:.4g}")
 
 
-def test_custom_layout(page: tuple[Browser, str]) -> None:
-    browser = shows(
-        page, "#custom_scalars", "curvature between layers", "resonance by distance", "GN-Gap by distance",
-        "spectrum of the Hessian", "top eigenvalues", "alerts so far",
-    )  # fmt: skip
-    browser.wait("text().includes('Matches (4)') && text().includes('Matches (5)')")
+def is_on_first_screen(browser: Browser, words: str) -> bool:
+    """Without scrolling, and all of it."""
+    place = f"""(() => {{
+        const node = [...all(document)].filter(seen).find(node => words(node).trim() === {words!r});
+        const box = node?.getBoundingClientRect();
+        return box !== undefined && box.top >= 0 && box.bottom <= innerHeight;
+    }})()"""
+    return bool(browser.look(place))
+
+
+def test_first_screen_of_the_custom_layout(page: tuple[Browser, str]) -> None:
+    """The user's own charts, and the headline below them."""
+    browser = shows(page, "#custom_scalars", "loss, accuracy, alerts", "Matches (3)", "Matches (2)")
+    assert browser.look("[innerWidth, innerHeight]") == [1280, 900]
+    for words in ("loss", "accuracy, alerts so far", "curvmon", "top eigenvalue λ₁", "stability ratio", "resonance R"):
+        assert is_on_first_screen(browser, words), words
+    for words in ("spectrum of the Hessian", "by distance between layers", "resonance by distance, log10"):
+        browser.wait(f"text().includes({words!r})")
+        assert not is_on_first_screen(browser, words), words
+
+
+def test_every_chart_of_the_layout_has_lines(page: tuple[Browser, str]) -> None:
+    browser = shows(page, "#custom_scalars", "GN-Gap by distance, log10", "top eigenvalues, log10")
+    # a chart that is not on the screen is not loaded
+    browser.call("Emulation.setDeviceMetricsOverride", width=1280, height=3200, deviceScaleFactor=1, mobile=False)
+    try:
+        browser.wait("text().includes('Matches (4)') && text().includes('Matches (5)')")
+        browser.wait("!text().includes('Matches (0)')")  # what a chart says until it is loaded
+    finally:
+        browser.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+
+
+def test_first_screen_with_pinned_charts(page: tuple[Browser, str]) -> None:
+    """Time Series sorts groups by name: without pins, the user's charts are below all of curvmon's."""
+    link = tensorboard_link("train_loss", "val_loss", address="")
+    browser = shows(page, link, "Pinned", "2 cards", "curvmon_distance")
+    for words in ("train_loss", "val_loss", "curvmon"):
+        assert is_on_first_screen(browser, words), words
 
 
 def test_heatmaps(page: tuple[Browser, str]) -> None:
-    browser = shows(page, "#images", *(f"heatmap/{metric}" for metric in METRICS))
+    browser = shows(page, "#images", *map(heatmap_key, METRICS))
     browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5")
     widths = browser.look("tagged('img').map(image => image.naturalWidth)")
     assert max(widths) <= 700  # wider ones are shrunk until their text cannot be read
@@ -125,7 +159,7 @@ def test_alert_text(page: tuple[Browser, str], demo: Path) -> None:
 
 
 def test_dark_mode(page: tuple[Browser, str]) -> None:
-    browser = shows(page, "?darkMode=true#images", "heatmap/coupling")
+    browser = shows(page, "?darkMode=true#images", "curvmon_pictures/coupling")
     browser.wait("document.body.classList.contains('dark-mode')")
     browser.wait("tagged('img').filter(image => image.naturalWidth > 300).length >= 5")
     # read back from the page: an opaque white corner, whatever is behind the picture

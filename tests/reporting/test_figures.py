@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import matplotlib
@@ -163,6 +163,37 @@ def test_by_distance_zeros_on_log_scale_are_triangles() -> None:
     assert means[3] == 0 and low < means[:3].min() and means[:3].max() < high  # the line stays in sight
     assert "triangles" in figure.get_suptitle()
     assert "triangles" not in figures.by_distance(synthetic_measurement(4)).get_suptitle()
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1, for linear RGB
+COLOUR_VISION = {
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+TO_XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+
+
+def lab(colour: str, vision: np.ndarray) -> np.ndarray:
+    """CIELAB of a colour as somebody sees it; a distance of 2 can just be seen."""
+    from matplotlib.colors import to_rgb
+
+    rgb = np.array(to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    xyz = TO_XYZ @ np.clip(vision @ linear, 0, 1) / np.array([0.9505, 1.0, 1.089])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("kind", COLOUR_VISION)
+def test_curves_have_colours_that_colour_blind_readers_distinguish(kind: str) -> None:
+    vision = np.array(COLOUR_VISION[kind])
+    axis = figures.spectrum_over_time(synthetic_spectra(4), alerts=[200]).axes[0]
+    drawn = {str(line.get_color()) for line in axis.lines}
+    assert len(drawn) == 6
+    for colours in (drawn, figures.PALETTE):
+        for one, other in combinations(colours, 2):
+            assert np.linalg.norm(lab(one, vision) - lab(other, vision)) > 15, (one, other)
 
 
 def test_by_distance_selected_metrics_keep_their_colours() -> None:

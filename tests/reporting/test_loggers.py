@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import warnings
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curvmon import CurvatureMonitor
 from curvmon.records import METRICS
 from curvmon.reporting import figures
-from curvmon.reporting.scalars import picture_keys, scalars
+from curvmon.reporting.scalars import Keys, picture_keys, scalars
 from tests.helpers.budgets import monitor_without_time
 from tests.helpers.logger_readers import Rows, TensorBoard, Wandb, csv_rows, mlflow_series, png_files
 from tests.helpers.recorders import PictureRecorder, Recorder
@@ -86,11 +87,13 @@ def fit(
     return trainer
 
 
-def expected(monitor: CurvatureMonitor, prefix: str = "", pairs: Any = "auto") -> Rows:
-    return [
-        (s.step, {**{f"{prefix}{k}": v for k, v in scalars(s, pairs=pairs).items()}, "epoch": float(s.epoch)})
-        for s in monitor.snapshots
-    ]
+def expected(monitor: CurvatureMonitor, prefix: str = "", pairs: bool = False, kind: str = "other") -> Rows:
+    """What a logger of that kind has to have; the user's own is of the kind "other"."""
+    rows = []
+    for snapshot in monitor.snapshots:
+        values = scalars(snapshot, pairs=pairs).named(Keys(prefix)).for_logger(kind)
+        rows.append((snapshot.step, {**values, "epoch": float(snapshot.epoch)}))
+    return rows
 
 
 def curvmon_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -126,7 +129,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, quiet_wandb: None) -> Run:
         tensorboard, csv, own = TensorBoardLogger(folder), CSVLogger(folder, name="csv"), PictureRecorder()
         wandb = WandbLogger(project="curvmon", save_dir=folder / "wandb_runs")
         mlflow = MLFlowLogger(tracking_uri=uri)
-        monitor = monitor_without_time()
+        monitor = monitor_without_time(log_pairs=True)
         trainer = fit(monitor, logger=[tensorboard, wandb, csv, mlflow, own], epochs=EPOCHS)
         wandb.experiment.finish()
         return Run(
@@ -146,30 +149,39 @@ def test_documented_keys_are_logged(run: Run) -> None:
     """Everything below compares with `scalars`: its own names and values first."""
     assert [s.step for s in run.monitor.snapshots] == STEPS
     assert [s.epoch for s in run.monitor.snapshots] == [0, 0, 1, 2]
-    for snapshot, (_, row) in zip(run.monitor.snapshots, expected(run.monitor)):
+    i, j = torch.triu_indices(3, 3, 1)
+    for snapshot, (_, row) in zip(run.monitor.snapshots, expected(run.monitor, pairs=True, kind="CSVLogger")):
         found, spectrum = snapshot.measurement, snapshot.spectrum
         assert found is not None and spectrum is not None
         for metric in METRICS:
-            assert row[f"{metric}/model.0--model.4"] == getattr(found, metric)[0, 2].item()
-            assert row[f"{metric}/mean_d1"] == pytest.approx(
-                getattr(found, metric).diagonal(1).mean().item(), rel=1e-12
-            )
-        assert [row[f"hessian/lambda_{i}"] for i in range(1, 6)] == spectrum.eigenvalues.tolist()
-        assert row["hessian/lambda_min"] == spectrum.smallest
-        assert row["hessian/stability_ratio"] == pytest.approx(spectrum.sharpness * 0.5 / 2, rel=1e-9)
-        assert row["curvmon/hvps"] == found.hvps + spectrum.hvps
-        assert not any(key.startswith("coupling/mean_d0") or key == "coupling/model.0--model.0" for key in row)
+            values, stderr = getattr(found, metric), found.stderr[metric]
+            assert row[f"curvmon_pairs/{metric}/model.0--model.4"] == values[0, 2].item()
+            assert row[f"curvmon_detail/{metric}/model.0--model.4_stderr"] == stderr[0, 2].item()
+            assert row[f"curvmon_distance/{metric}/1"] == pytest.approx(values.diagonal(1).mean().item(), rel=1e-12)
+            error = row[f"curvmon_detail/{metric}/1_stderr"]
+            assert error == pytest.approx(stderr.diagonal(1).mean().item(), rel=1e-12)
+            if metric != "gn_gap":
+                assert row[f"curvmon/{metric}"] == pytest.approx(values[i, j].mean().item(), rel=1e-12)
+        assert row["curvmon/lambda_1"] == spectrum.sharpness
+        assert [row[f"curvmon_spectrum/lambda_{i}"] for i in range(2, 6)] == spectrum.eigenvalues.tolist()[1:]
+        assert row["curvmon/lambda_min"] == spectrum.smallest
+        assert row["curvmon/stability_ratio"] == pytest.approx(spectrum.sharpness * 0.5 / 2, rel=1e-9)
+        assert row["curvmon_detail/hvps"] == found.hvps + spectrum.hvps
+        assert not any(
+            key.startswith("curvmon_distance/coupling/0") or key == "curvmon_pairs/coupling/model.0--model.0"
+            for key in row
+        )
     assert run.messages == []
 
 
 def test_custom_logger_gets_one_row_per_measurement(run: Run) -> None:
-    assert run.own.measured() == expected(run.monitor)
+    assert run.own.measured() == expected(run.monitor, pairs=True)
     assert run.own.saved == len(run.own.rows)
 
 
 def test_tensorboard_has_every_number_at_its_step(run: Run) -> None:
     series: dict[str, list[tuple[int, float]]] = {}
-    for step, row in expected(run.monitor):
+    for step, row in expected(run.monitor, pairs=True, kind="TensorBoardLogger"):
         for key, value in row.items():
             if key != "epoch":
                 series.setdefault(key, []).append((step, float(np.float32(value))))
@@ -179,32 +191,63 @@ def test_tensorboard_has_every_number_at_its_step(run: Run) -> None:
 
 
 def test_tensorboard_layout_charts_have_lines(run: Run) -> None:
-    (layout,) = run.tensorboard.layouts()
-    assert list(layout) == ["curvature between layers", "spectrum of the Hessian", "alerts", "cost"]
+    layout = run.tensorboard.layouts()[-1]
+    assert list(layout) == [
+        "loss, accuracy, alerts",
+        "curvmon",
+        "spectrum of the Hessian",
+        "by distance between layers",
+    ]
     lines = {chart.split(":")[0]: tags for chart, tags in run.tensorboard.charts().items()}
     assert all(lines.values())
-    assert lines["coupling by distance"] == {"coupling/mean_d1", "coupling/mean_d2"}
-    assert lines["resonance by distance"] == {f"resonance/mean_d{d}" for d in range(3)}
-    assert lines["top eigenvalues"] == {f"hessian/lambda_{i}" for i in range(1, 6)}
-    assert lines["trace"] == {"hessian/trace"}
+    assert lines["loss"] == {"train_loss", "val_loss", "curvmon/probe_loss"}
+    assert lines["accuracy, alerts so far"] == {"curvmon/alerts"}
+    shown = {key for _, row in expected(run.monitor) for key in row if key.startswith("curvmon/")}
+    assert set().union(*(lines[title] for title in layout["curvmon"])) == shown - {
+        "curvmon/probe_loss",
+        "curvmon/alerts",
+    }
+    assert lines["coupling by distance"] == {f"curvmon_distance/coupling/{d}" for d in (1, 2)}
+    assert lines["resonance by distance, log10"] == {f"curvmon_distance/log10_resonance/{d}" for d in range(3)}
+    assert lines["top eigenvalues, log10"] == {f"curvmon_spectrum/log10_lambda_{i}" for i in range(1, 6)}
+    assert list(layout["curvmon"])[:2] == ["top eigenvalue λ₁", "stability ratio"]
+
+
+def test_tensorboard_has_logarithms_where_it_should_have_axes(run: Run) -> None:
+    """TensorBoard's charts have linear axes, and no layout changes that."""
+    for key in ("curvmon_distance/{}resonance/1", "curvmon_spectrum/{}lambda_2"):
+        values, logarithms = (run.tensorboard.series(key.format(log10)) for log10 in ("", "log10_"))
+        assert logarithms == [(step, pytest.approx(math.log10(value), abs=1e-6)) for step, value in values]
+    for logged in (run.own.rows[-1][1], run.mlflow, csv_rows(run.csv)[-1][1]):
+        assert not any("log10" in key for key in logged)
+
+
+def test_standard_errors_and_bookkeeping_are_in_files_alone(run: Run) -> None:
+    details = {"seconds", "hvps", "skipped", "ggn_lambda_1", "trace_stderr", "lambda_1_stderr", "resonance/1_stderr"}
+    keys = {f"curvmon_detail/{name}" for name in details}
+    assert all(keys <= row.keys() for _, row in csv_rows(run.csv) if "curvmon/lambda_1" in row)
+    assert keys <= run.callback_metrics.keys()
+    others = (run.tensorboard.tags, run.mlflow, *run.wandb.rows, *(row for _, row in run.own.rows))
+    assert not [key for logged in others for key in logged if "detail" in key or "stderr" in key]
 
 
 def test_wandb_has_one_row_of_numbers_per_measurement(run: Run) -> None:
-    rows = [row for row in run.wandb.rows if "hessian/lambda_1" in row]
+    rows = [row for row in run.wandb.rows if "curvmon/lambda_1" in row]
     kept = [{k: v for k, v in row.items() if k not in ("_step", "_runtime", "_timestamp")} for row in rows]
-    assert [(row.pop("trainer/global_step"), row) for row in kept] == expected(run.monitor)
+    assert [(row.pop("trainer/global_step"), row) for row in kept] == expected(run.monitor, pairs=True)
     pictures = [row["trainer/global_step"] for row in run.wandb.rows if set(PICTURES) <= set(row)]
     assert pictures == STEPS
-    mine = {key for _, row in expected(run.monitor) for key in row} - {"epoch"} | set(PICTURES)
+    mine = {key for _, row in expected(run.monitor, pairs=True) for key in row} - {"epoch"} | set(PICTURES)
     assert sum(bool(mine & set(row)) for row in run.wandb.rows) == 2 * len(STEPS)
 
 
 def test_csv_has_every_number_at_its_step(run: Run) -> None:
-    assert [(step, row) for step, row in csv_rows(run.csv) if "hessian/lambda_1" in row] == expected(run.monitor)
+    rows = [(step, row) for step, row in csv_rows(run.csv) if "curvmon/lambda_1" in row]
+    assert rows == expected(run.monitor, pairs=True, kind="CSVLogger")
 
 
 def test_mlflow_has_every_number_at_its_step(run: Run) -> None:
-    rows = expected(run.monitor)
+    rows = expected(run.monitor, pairs=True)
     for key in {key for _, row in rows for key in row} - {"epoch"}:
         assert run.mlflow[key] == [(step, row[key]) for step, row in rows if key in row], key
 
@@ -233,7 +276,7 @@ def test_all_loggers_have_the_same_pictures(run: Run) -> None:
 def test_steps_are_those_of_validation_metrics(run: Run) -> None:
     mine = STEPS[1:]
     assert [step for step, _ in run.tensorboard.series("val_loss")] == mine
-    assert [step for step, _ in run.tensorboard.series("hessian/lambda_1")][1:] == mine
+    assert [step for step, _ in run.tensorboard.series("curvmon/lambda_1")][1:] == mine
     assert [row["trainer/global_step"] for row in run.wandb.rows if "val_loss" in row] == mine
     assert [step for step, row in csv_rows(run.csv) if "val_loss" in row] == mine
     assert [step for step, _ in run.mlflow["val_loss"]] == mine
@@ -241,7 +284,7 @@ def test_steps_are_those_of_validation_metrics(run: Run) -> None:
 
 
 def test_callback_metrics_are_the_last_measurement(run: Run) -> None:
-    _, last = expected(run.monitor)[-1]
+    _, last = expected(run.monitor, pairs=True, kind="CSVLogger")[-1]
     del last["epoch"]
     assert {k: v.item() for k, v in run.callback_metrics.items() if k in last} == {
         k: float(np.float32(v)) for k, v in last.items()
@@ -290,7 +333,7 @@ def test_without_a_logger() -> None:
         monitor = CurvatureMonitor()
         trainer = fit(monitor, logger=False)
     last = monitor.spectra[-1].sharpness
-    assert trainer.callback_metrics["hessian/lambda_1"].item() == float(np.float32(last))
+    assert trainer.callback_metrics["curvmon/lambda_1"].item() == float(np.float32(last))
     assert curvmon_warnings(caught) == []
 
 
@@ -301,7 +344,7 @@ def test_fast_dev_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monitor = CurvatureMonitor()
         trainer = fit(monitor, logger=True, fast_dev_run=True)
     assert type(trainer.logger).__name__ == "DummyLogger"
-    assert monitor.snapshots and "hessian/lambda_1" in trainer.callback_metrics
+    assert monitor.snapshots and "curvmon/lambda_1" in trainer.callback_metrics
     assert curvmon_warnings(caught) == []
 
 
@@ -334,9 +377,9 @@ def test_checkpoints_and_early_stopping_use_the_new_value(
     monitor = CurvatureMonitor(heatmaps=False, initial=False)
     # stops as soon as a value is past the middle of the first two: after the second epoch
     stop = EarlyStopping(
-        "hessian/lambda_1", mode="min" if falls else "max", patience=99, stopping_threshold=sum(series[:2]) / 2
+        "curvmon/lambda_1", mode="min" if falls else "max", patience=99, stopping_threshold=sum(series[:2]) / 2
     )
-    keep = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="hessian/lambda_1", save_top_k=-1)
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="curvmon/lambda_1", save_top_k=-1)
     callbacks = [monitor, stop, keep] if first else [stop, keep, monitor]
     trainer = fit(*callbacks, logger=False, epochs=EPOCHS, validate=validate, enable_checkpointing=True)
     assert trainer.current_epoch == 2 and stop.stopped_epoch == 1
@@ -350,31 +393,49 @@ def test_checkpoints_and_early_stopping_use_the_new_value(
 # ---- which keys ----
 
 
-@pytest.mark.parametrize("depth", [3, 8])
-@pytest.mark.parametrize("pairs", ["auto", True, False])
-def test_pairs_are_logged_up_to_six_nodes(depth: int, pairs: Any) -> None:
+@pytest.mark.parametrize("depth", [1, 3, 8])
+@pytest.mark.parametrize("pairs", [True, False])
+def test_pairs_are_logged_on_request(depth: int, pairs: bool) -> None:
     own = Recorder()
     module = Classifier(depth)
     monitor = CurvatureMonitor(nodes=module.names, log_pairs=pairs, heatmaps=False, eigenvalues=1, initial=False)
     fit(monitor, logger=own, module=module)
     ((step, row),) = own.measured()
     assert [(step, row)] == expected(monitor, pairs=pairs)
-    one_by_one = depth <= 6 if pairs == "auto" else pairs
     number = depth * (depth + 1) // 2
     for metric in METRICS:
         diagonal = metric != "coupling"  # its own is one, always
-        names = [key for key in row if key.startswith(f"{metric}/") and "--" in key]
-        assert len(names) == (number if diagonal else number - depth) * one_by_one
-        means = {key for key in row if re.fullmatch(rf"{metric}/mean_d\d+", key)}
-        assert means == {f"{metric}/mean_d{d}" for d in range(0 if diagonal else 1, depth)}
+        names = [key for key in row if key.startswith(f"curvmon_pairs/{metric}/") and "--" in key]
+        assert len(names) == (number if diagonal else number - depth) * pairs
+        means = {key for key in row if key.startswith(f"curvmon_distance/{metric}/")}
+        assert means == {f"curvmon_distance/{metric}/{d}" for d in range(0 if diagonal else 1, depth)}
+        assert (f"curvmon/{metric}" in row) == (diagonal or depth > 1)
+
+
+def test_gap_of_a_piecewise_linear_network_is_not_logged_pair_by_pair() -> None:
+    """It is zero, whatever the weights."""
+
+    class PiecewiseLinear(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    own = Recorder()
+    monitor = CurvatureMonitor(nodes=["model.0", "model.2"], log_pairs=True, heatmaps=False, initial=False)
+    fit(monitor, logger=own, module=PiecewiseLinear())
+    ((_, row),) = own.measured()
+    assert row["curvmon/gn_gap"] == row["curvmon_distance/gn_gap/1"] == 0
+    assert {key.split("/")[1] for key in row if key.startswith("curvmon_pairs/")} == {*METRICS} - {"gn_gap"}
 
 
 def test_selected_metrics() -> None:
     own = PictureRecorder()
     fit(CurvatureMonitor(metrics=["coupling"], eigenvalues=0, initial=False), logger=own)
     ((_, row),) = own.measured()
-    assert {key.split("/")[0] for key in row} == {"coupling", "curvmon", "epoch"}
-    assert set(own.images) == {"heatmap/coupling", "by_distance"}
+    assert {key.split("/")[0] for key in row} == {"curvmon", "curvmon_distance", "epoch"}
+    assert {"curvmon/coupling", "curvmon_distance/coupling/1"} <= row.keys()
+    assert not any(metric in key for key in row for metric in ("resonance", "stable_rank", "gn_gap", "lambda"))
+    assert set(own.images) == {"curvmon_pictures/coupling", "curvmon_pictures/by_distance"}
 
 
 def test_keys_have_only_characters_that_every_logger_accepts() -> None:
@@ -390,29 +451,39 @@ def test_keys_have_only_characters_that_every_logger_accepts() -> None:
             return F.cross_entropy(self.model[6](x), batch[1])
 
     own = Recorder()
-    fit(CurvatureMonitor(nodes=["parts.*"], heatmaps=False, initial=False), logger=own, module=Named())
+    fit(CurvatureMonitor(nodes=["parts.*"], heatmaps=False, initial=False, log_pairs=True), logger=own, module=Named())
     ((_, row),) = own.measured()
-    assert "resonance/parts.a_b--parts.c_d" in row
+    assert "curvmon_pairs/resonance/parts.a_b--parts.c_d" in row
     assert [key for key in row if re.search(r"[^A-Za-z0-9_/. -]", key)] == []
 
 
 def test_two_monitors_in_one_trainer(tmp_path: Path) -> None:
     own, board = PictureRecorder(), TensorBoardLogger(tmp_path, prefix="fold1")
-    a = CurvatureMonitor(log_key_prefix="a/", initial=False)
-    b = CurvatureMonitor(log_key_prefix="b/", initial=False, nodes=["model.0", "model.2"])
+    a = CurvatureMonitor(log_key_prefix="a/", initial=False, log_pairs=True)
+    b = CurvatureMonitor(log_key_prefix="b/", initial=False, log_pairs=True, nodes=["model.0", "model.2"])
     trainer = fit(a, b, logger=[own, board])
-    assert own.measured("a/curvmon/seconds") == expected(a, "a/")
-    assert own.measured("b/curvmon/seconds") == expected(b, "b/")
-    assert len(own.measured("a/resonance/model.0--model.4")) == 1
-    assert own.measured("b/resonance/model.0--model.4") == []
+    assert own.measured("a/curvmon/alerts") == expected(a, "a/", pairs=True)
+    assert own.measured("b/curvmon/alerts") == expected(b, "b/", pairs=True)
+    assert len(own.measured("a/curvmon_pairs/resonance/model.0--model.4")) == 1
+    assert own.measured("b/curvmon_pairs/resonance/model.0--model.4") == []
     assert set(own.images) == {f"{prefix}{key}" for prefix in ("a/", "b/") for key in PICTURES}
     # both are measured on the same network and batch
-    assert trainer.callback_metrics["a/hessian/lambda_1"] == trainer.callback_metrics["b/hessian/lambda_1"]
+    assert trainer.callback_metrics["a/curvmon/lambda_1"] == trainer.callback_metrics["b/curvmon/lambda_1"]
     found = TensorBoard(board.log_dir)
     assert set(found.pictures()) == {f"fold1-{prefix}{key}" for prefix in ("a/", "b/") for key in PICTURES}
-    assert len(found.layouts()[-1]) == 8
+    layout = found.layouts()[-1]
+    assert len(layout) == 1 + 2 * 3 and "curvmon (b)" in layout
     assert all(found.charts().values())
-    assert {tag[:8] for tags in found.charts().values() for tag in tags} == {"fold1-a/", "fold1-b/"}
+    lines = {chart.split(":")[0]: tags for chart, tags in found.charts().items()}
+    assert lines["loss"] == {
+        f"fold1-{key}" for key in ("train_loss", "val_loss", "a/curvmon/probe_loss", "b/curvmon/probe_loss")
+    }
+    assert {tag[:8] for tags in found.charts().values() for tag in tags} == {
+        "fold1-a/",
+        "fold1-b/",
+        "fold1-tr",
+        "fold1-va",
+    }
 
 
 def test_tensorboard_layout_of_the_user_is_kept(tmp_path: Path) -> None:
@@ -423,7 +494,7 @@ def test_tensorboard_layout_of_the_user_is_kept(tmp_path: Path) -> None:
     board = TensorBoardLogger(tmp_path)
     fit(CurvatureMonitor(heatmaps=False), logger=board, module=WithLayout())
     found = TensorBoard(board.log_dir)
-    assert "hessian/lambda_1" in found.tags
+    assert "curvmon/lambda_1" in found.tags
     assert found.layouts() == [{"mine": {"losses": ["train_loss", "val_loss"]}}]
 
 
@@ -435,11 +506,12 @@ def test_wandb_axis_in_a_run_started_by_the_user(tmp_path: Path, quiet_wandb: No
         fit(monitor, logger=WandbLogger(experiment=begun))
     found = Wandb(tmp_path)
     assert "*" not in found.step_metrics  # what WandbLogger defines for runs of its own
-    groups = {f"x/{group}/*" for group in (*METRICS, "hessian", "curvmon", "heatmap")} | {"x/by_distance", "x/spectrum"}
+    parts = ("", "_spectrum", "_distance", "_pairs", "_pictures")
+    groups = {f"x/curvmon{part}/*" for part in parts}
     axes = {name: axis for name, axis in found.step_metrics.items() if axis}
     assert axes == dict.fromkeys(groups, "trainer/global_step")
-    (row,) = (row for row in found.rows if "x/hessian/lambda_1" in row)
-    assert row["x/hessian/lambda_1"] == monitor.spectra[0].sharpness
+    (row,) = (row for row in found.rows if "x/curvmon/lambda_1" in row)
+    assert row["x/curvmon/lambda_1"] == monitor.spectra[0].sharpness
 
 
 def test_loggers_of_lightning_pytorch(tmp_path: Path) -> None:
@@ -450,7 +522,9 @@ def test_loggers_of_lightning_pytorch(tmp_path: Path) -> None:
     assert not isinstance(csv, CSVLogger) and not isinstance(board, TensorBoardLogger)
     monitor = CurvatureMonitor(initial=False)
     fit(monitor, logger=[csv, board])
-    assert [(step, row) for step, row in csv_rows(csv.log_dir) if "hessian/lambda_1" in row] == expected(monitor)
+    assert [(step, row) for step, row in csv_rows(csv.log_dir) if "curvmon/lambda_1" in row] == expected(
+        monitor, kind="CSVLogger"
+    )
     found = TensorBoard(board.log_dir)
     assert set(png_files(csv.log_dir)) == set(found.pictures()) == set(PICTURES)
     assert len(found.layouts()) == 1
@@ -476,14 +550,14 @@ def test_csv_pictures_are_saved_next_to_metrics_csv(tmp_path: Path, monkeypatch:
 
 class Raising(Recorder):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if "hessian/lambda_1" in metrics:
+        if "curvmon/lambda_1" in metrics:
             raise ConnectionError("the server is gone")
         super().log_metrics(metrics, step)
 
 
 class FullDisk(PictureRecorder):
     def save(self) -> None:
-        if self.rows and "hessian/lambda_1" in self.rows[-1][1]:
+        if self.rows and "curvmon/lambda_1" in self.rows[-1][1]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().save()
 

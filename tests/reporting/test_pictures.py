@@ -150,7 +150,7 @@ def test_first_last_and_alerts_have_pictures(timed: Any, tmp_path: Path, quiet_w
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_has_pictures(rank: int) -> None:
-    report = Report(METRICS, "auto", True, "", False, publish=lambda trainer, values, stale: None)
+    report = Report(METRICS, False, True, "", False, publish=lambda trainer, values, stale: None)
     report.schedule.start()
     own = PictureRecorder()
     trainer = SimpleNamespace(is_global_zero=rank == 0, loggers=[own])
@@ -195,8 +195,8 @@ def test_constant_heatmap_is_drawn_at_the_first_measurement_only() -> None:
 
     run(monitor_without_time(eigenvalues=1), epochs=3, logger=own, module=PiecewiseLinear)
     steps = {key: list(by_step) for key, by_step in own.images.items()}
-    assert steps.pop("heatmap/gn_gap") == STEPS[:1]
-    assert steps == {key: STEPS[:4] for key in picture_keys() if key != "heatmap/gn_gap"}
+    assert steps.pop("curvmon_pictures/gn_gap") == STEPS[:1]
+    assert steps == {key: STEPS[:4] for key in picture_keys() if key != "curvmon_pictures/gn_gap"}
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from curvmon.records import METRICS
+from curvmon.records import METRICS, PulseRecord
+from curvmon.reporting.charts import sections
 from curvmon.reporting.dashboards import wandb_workspace
-from curvmon.reporting.scalars import picture_keys, scalars
+from curvmon.reporting.scalars import picture_keys, pulse_scalars, scalars
 from tests.helpers.synthetic_records import synthetic_measurement, synthetic_spectra
 
 PICTURES = picture_keys()
@@ -19,7 +20,9 @@ PICTURES = picture_keys()
 
 def keys() -> list[str]:
     (snapshot,) = synthetic_spectra(1)
-    return list(scalars(replace(snapshot, measurement=synthetic_measurement(3), overhead=0.01, seconds=0.1)))
+    shown = scalars(replace(snapshot, measurement=synthetic_measurement(3), overhead=0.01, seconds=0.1)).shown
+    pulse = PulseRecord(7, 0, 0.5, 0.2, learning_rate=0.1, step_ratio=0.2, critical_lr=0.5)
+    return [*shown, *pulse_scalars(pulse).shown]
 
 
 @pytest.fixture(params=["", "fold.1/"])
@@ -35,9 +38,8 @@ def sections_of(workspace: Any) -> dict[str, list[Any]]:
 def test_sections(prefix: str) -> None:
     workspace = wandb_workspace("me", "my-project", prefix=prefix)
     assert (workspace.entity, workspace.project, workspace.name) == ("me", "my-project", "curvature")
-    names = ["curvature between layers", "spectrum of the Hessian", "alerts", "pictures", "cost"]
+    names = ["loss, accuracy, alerts", "curvmon", "spectrum of the Hessian", "by distance between layers", "pictures"]
     assert list(sections_of(workspace)) == [f"{prefix}{name}" for name in names]
-    assert [section.is_open for section in workspace.sections] == [True, True, True, True, False]
 
 
 def test_plots_match_logged_keys(prefix: str) -> None:
@@ -50,17 +52,20 @@ def test_plots_match_logged_keys(prefix: str) -> None:
         for panel in panels
     }
     assert all(lines.values())
-    assert lines["resonance by distance"] == {f"resonance/mean_d{d}" for d in range(3)}
-    assert lines["coupling by distance"] == {"coupling/mean_d1", "coupling/mean_d2"}
-    assert lines["top eigenvalues"] == {f"hessian/lambda_{i}" for i in range(1, 6)}
-    assert lines["smallest eigenvalue"] == {"hessian/lambda_min"}
+    assert lines["resonance by distance"] == {f"curvmon_distance/resonance/{d}" for d in range(3)}
+    assert lines["coupling by distance"] == {"curvmon_distance/coupling/1", "curvmon_distance/coupling/2"}
+    assert lines["top eigenvalues"] == {"curvmon/lambda_1", *(f"curvmon_spectrum/lambda_{i}" for i in range(2, 6))}
+    assert lines["smallest eigenvalue λ_min"] == {"curvmon/lambda_min"}
+    assert lines["step ratio"] == {"curvmon/step_ratio"}
+    assert lines["critical learning rate"] == {"curvmon/critical_lr"}
     assert lines["overhead"] == {"curvmon/overhead"}
+    assert lines["loss"] == {"curvmon/probe_loss"} and lines["accuracy, alerts so far"] == {"curvmon/alerts"}
 
 
 def test_pictures_match_logged_keys(prefix: str) -> None:
     panels = sections_of(wandb_workspace("me", "my-project", prefix=prefix))[f"{prefix}pictures"]
     assert [key for panel in panels for key in panel.media_keys] == [f"{prefix}{key}" for key in PICTURES]
-    assert {f"heatmap/{metric}" for metric in METRICS} | {"by_distance", "spectrum"} == set(PICTURES)
+    assert {f"curvmon_pictures/{name}" for name in (*METRICS, "by_distance", "eigenvalues")} == set(PICTURES)
 
 
 def test_serialized_specification(prefix: str) -> None:
@@ -68,10 +73,15 @@ def test_serialized_specification(prefix: str) -> None:
     section = wandb_workspace("me", "my-project", prefix=prefix)._to_model().spec.section
     panels = [panel for bank in section.panel_bank_config.sections for panel in bank.panels]
     plots = [panel.config for panel in panels if panel.view_type == "Run History Line Plot"]
-    assert len(plots) == 12 and all(plot.x_axis == "trainer/global_step" for plot in plots)
+    assert len(plots) == sum(map(len, sections().values())) >= 17 and all(
+        plot.x_axis == "trainer/global_step" for plot in plots
+    )
     assert all(plot.use_metric_regex for plot in plots)
-    logarithmic = [plot.chart_title for plot in plots if plot.y_log_scale]
-    assert logarithmic == ["resonance by distance", "GN-Gap by distance"]
+    logarithmic = {plot.chart_title for plot in plots if plot.y_log_scale}
+    assert logarithmic >= {
+        "top eigenvalue λ₁", "resonance R", "GN-Gap", "top eigenvalues", "resonance by distance", "GN-Gap by distance",
+    }  # fmt: skip
+    assert not logarithmic & {"loss", "coupling C", "stability ratio", "coupling by distance", "trace tr H"}
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

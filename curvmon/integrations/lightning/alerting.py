@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,17 @@ import torch
 from torch import Tensor
 
 from curvmon.alerts.context import Context, context_values
+from curvmon.alerts.instability import Instability
 from curvmon.alerts.manager import AlertManager
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import warn
+from curvmon.integrations.lightning.compatibility import progress_of
 from curvmon.monitor.process_group import Ranks
 from curvmon.records import Alert, Snapshot
-from curvmon.reporting.loggers import deliver_alert
-from curvmon.reporting.scalars import ALERT, Keys
+from curvmon.reporting.alert_delivery import deliver_alert
+from curvmon.reporting.scalars import Keys
+
+log = logging.getLogger("curvmon")
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -73,7 +78,7 @@ class Alerting:
     ) -> None:
         self._manager = AlertManager(alerts)
         self._on_alert = on_alert
-        self._key = Keys(log_key_prefix)(ALERT)
+        self._keys = Keys(log_key_prefix)
         self._signals = TrainingSignals()
 
     @property
@@ -107,9 +112,13 @@ class Alerting:
 
         return self._broadcast(decide, ranks)
 
-    def diverged(self, reason: str, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
-        """The alerts that a measurement raises which was not finite, on every rank."""
-        return self._broadcast(lambda: self._manager.diverged(reason, step, epoch), ranks)
+    def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot], ranks: Ranks) -> list[Alert]:
+        """The alerts that a snapshot raises where something was not finite, on every rank."""
+        return self._broadcast(lambda: self._manager.diverged(reason, snapshot, past), ranks)
+
+    def unstable(self, event: Instability, step: int, epoch: int, ranks: Ranks) -> list[Alert]:
+        """The alerts that a pulse raises, on every rank."""
+        return self._broadcast(lambda: self._manager.unstable(event, step, epoch), ranks)
 
     def _broadcast(self, decide: Callable[[], list[Alert]], ranks: Ranks) -> list[Alert]:
         """Rank 0 decides: losses and running statistics differ between ranks, and rounding can tip a decision."""
@@ -127,7 +136,7 @@ class Alerting:
     def deliver(self, trainer: pl.Trainer, alerts: Sequence[Alert]) -> None:
         if trainer.is_global_zero:
             for alert in alerts:
-                deliver_alert(trainer, alert, self._key)
+                deliver_alert(trainer, alert, self._keys)
         serious = [alert for alert in alerts if alert.level != "info"]
         # a checkpoint is written once, whatever the number of alerts
         for alert in serious[:1] if isinstance(self._on_alert, str) else serious:
@@ -144,17 +153,51 @@ class Alerting:
 def _run_on_alert(trainer: pl.Trainer, alert: Alert, on_alert: Callable[[Alert], Any] | str | None) -> None:
     """What `on_alert` asks for, on every rank; a callable is called on rank 0 only."""
     if on_alert == "stop":
-        trainer.should_stop = True
+        _stop(trainer, alert)
     elif on_alert == "checkpoint":
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.checkpoint_callback else None
-        folder = str(folder or trainer.default_root_dir).rstrip("/")  # not a Path: it may be the URL of a bucket
-        try:
-            trainer.save_checkpoint(f"{folder}/curvmon-alert-step={alert.step}.ckpt")
-        except Exception as error:  # a full disk, for instance
-            trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other ranks wait for this one
-            warn(f"no checkpoint of an alert was written ({type(error).__name__}: {error}); training goes on")
+        _save_checkpoint(trainer, alert)
     elif callable(on_alert) and trainer.is_global_zero:
         try:
             on_alert(alert)
         except Exception as error:
             warn(f"on_alert raised {type(error).__name__}: {error}; training goes on")
+
+
+def _stop(trainer: pl.Trainer, alert: Alert) -> None:
+    """Lightning stops after this step or epoch, but not before `min_epochs` and `min_steps`."""
+    if trainer.should_stop or progress_of(trainer) == 1.0:  # it ends here in any case
+        return
+    trainer.should_stop = True
+    left = [
+        f"{name}={least}"
+        for name, least, done in (
+            ("min_epochs", trainer.min_epochs, trainer.current_epoch + 1),
+            ("min_steps", trainer.min_steps, trainer.global_step),
+        )
+        if least is not None and least > done
+    ]
+    reason = f"at step {trainer.global_step}: {alert.headline}; on_alert='stop'"
+    if left:
+        verb = "is" if len(left) == 1 else "are"
+        _log(trainer, f"curvmon will stop this run once {' and '.join(left)} {verb} reached (alert {reason})")
+    else:
+        _log(trainer, f"curvmon stopped this run {reason}")
+
+
+def _save_checkpoint(trainer: pl.Trainer, alert: Alert) -> None:
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.checkpoint_callback else None
+    folder = str(folder or trainer.default_root_dir).rstrip("/")  # not a Path: it may be the URL of a bucket
+    path = f"{folder}/curvmon-alert-step={alert.step}.ckpt"
+    try:
+        trainer.save_checkpoint(path)
+    except Exception as error:  # a full disk, for instance
+        trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other ranks wait for this one
+        warn(f"no checkpoint of an alert was written ({type(error).__name__}: {error}); training goes on")
+    else:
+        _log(trainer, f"curvmon wrote {path}: {alert.headline}; on_alert='checkpoint'")
+
+
+def _log(trainer: pl.Trainer, text: str) -> None:
+    """As visible as the alert."""
+    if trainer.is_global_zero:
+        log.warning(text)

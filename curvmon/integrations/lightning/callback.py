@@ -18,20 +18,23 @@ from curvmon.integrations.lightning.compatibility import (
     unsupported,
 )
 from curvmon.integrations.lightning.recorder import Recorder
+from curvmon.integrations.lightning.state_keys import StateKey, same_prefix
 from curvmon.metrics.registry import pair_metric_names
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
+from curvmon.monitor.pulse_schedule import PulseSchedule
+from curvmon.monitor.pulses import Pulses
 from curvmon.monitor.settings import Settings, check_settings
-from curvmon.records import Alert, Measurement, Snapshot, Spectrum
+from curvmon.records import Alert, Measurement, PulseRecord, Snapshot, Spectrum
 from curvmon.reporting.reporter import Report
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-VERSION = 3
+VERSION = 4
 """version of the state in checkpoints"""
 
 
@@ -59,27 +62,32 @@ class CurvatureMonitor(CallbackBase):
         output: name of the module that returns the predictions, if it is not found automatically; see
             `curvmon.measure`.
         max_overhead: measuring takes at most this share of the training time, beyond 30 free seconds; None: no limit.
+        pulse: between validations, also measure the curvature along the optimizer's own step; an integer: every so many
+            optimizer steps; True: as often as 1 % of the training time allows, at most every tenth; False: never.
         rtol: relative standard error at which a measurement stops.
-        log_pairs: log every pair as a scalar; "auto": up to six nodes. Means by distance are always logged.
+        log_pairs: also log every pair as a scalar; means over all pairs and by distance are always logged.
         heatmaps: also log figures (needs matplotlib): of the first measurement, of every one with an alert, of the last
             one, and of as many between them as drawing stays below a tenth of the time of measuring.
         alerts: raise alerts on abrupt changes and on the rules of `AlertRules`; False for none.
-        on_alert: a function that is called with every `Alert` (on rank 0), or "stop" or "checkpoint".
+        on_alert: a function that is called with every `Alert` (on rank 0); "stop" ends training, "checkpoint" writes a
+            checkpoint, and both say so.
         seed: seed of the random probes.
         log_key_prefix: in front of every key; two monitors in one Trainer need different ones.
         verbose: print a line for every measurement.
         strict: raise if a run cannot be monitored (FSDP, manual optimisation without `loss`) instead of warning.
-        history_size: how many measurements are kept in `history`.
+        history_size: how many measurements are kept in `history`, and how many records in `pulses`.
 
     Attributes:
         history: the latest `Measurement`s of pairs of layers, oldest first.
         spectra: the latest `Spectrum`s, oldest first, without eigenvectors.
         snapshots: both, with step and epoch.
+        pulses: the latest `PulseRecord`s, oldest first: gain and curvature along single optimizer steps.
         alerts: all alerts of the run, oldest first, those before a resume included.
         notices: informational events, not counted as alerts, such as the edge of stability.
 
     Raises:
-        InputError: an argument has a wrong type or value, in the constructor.
+        InputError: an argument has a wrong type or value, in the constructor; two monitors of one Trainer have the same
+            `log_key_prefix`, in the Trainer's constructor.
         NodeError: `nodes` or `output` match no module, before training starts.
         CurvmonError: the run cannot be monitored, with `strict=True`, before training starts.
     """
@@ -98,8 +106,9 @@ class CurvatureMonitor(CallbackBase):
         loss: Optional[Callable] = None,  # type: ignore[type-arg]  # noqa: UP045
         output: Optional[str] = None,  # noqa: UP045
         max_overhead: Optional[float] = 0.05,  # noqa: UP045
+        pulse: Union[bool, int] = True,  # noqa: UP007
         rtol: float = 0.05,
-        log_pairs: Union[bool, Literal["auto"]] = "auto",  # noqa: UP007
+        log_pairs: bool = False,
         heatmaps: bool = True,
         alerts: Union[bool, AlertRules] = True,  # noqa: UP007
         on_alert: Union[Literal["stop", "checkpoint"], Callable, None] = None,  # type: ignore[type-arg]  # noqa: UP007
@@ -121,6 +130,7 @@ class CurvatureMonitor(CallbackBase):
             every_n_validations=every_n_validations,
             every_n_train_steps=every_n_train_steps,
             max_overhead=max_overhead,
+            pulse=pulse,
             log_pairs=log_pairs,
             initial=initial,
             heatmaps=heatmaps,
@@ -145,15 +155,18 @@ class CurvatureMonitor(CallbackBase):
         settings = Settings(
             pairs=bool(self._metrics), nodes=nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
         )
+        budget = Budget(max_overhead)
         self._recorder = Recorder(
             MeasurementRunner(settings, ProbeBatch(probe_size, probe_batches, data)),
-            Budget(max_overhead),
+            budget,
             History(history_size),
             Alerting(alerts, on_alert, log_key_prefix),
             Report(self._metrics, log_pairs, heatmaps, log_key_prefix, verbose, publish),
             loss,
+            Pulses(PulseSchedule(pulse, max_overhead), budget, history_size),
         )
         self._ranks: Ranks | None = None
+        self._was_set_up = False
         self._active = False
         self._loaded = False
         self._validations = 0
@@ -172,6 +185,10 @@ class CurvatureMonitor(CallbackBase):
         return list(self._recorder.history)
 
     @property
+    def pulses(self) -> list[PulseRecord]:
+        return list(self._recorder.pulsing.pulses.records)
+
+    @property
     def alerts(self) -> list[Alert]:
         return self._recorder.alerts
 
@@ -182,6 +199,11 @@ class CurvatureMonitor(CallbackBase):
     # ---- hooks: before training ----
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._was_set_up = True
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        monitors = [callback for callback in callbacks if isinstance(callback, CurvatureMonitor)]
+        if any(other is not self and other._prefix == self._prefix for other in monitors):
+            raise same_prefix(self._prefix)
         if stage not in ("fit", "validate"):
             return
         reason = unsupported(trainer, pl_module, self._loss is not None)
@@ -227,6 +249,7 @@ class CurvatureMonitor(CallbackBase):
             else:
                 self._measured_at = trainer.global_step
                 self._recorder.warn(f"not measured before the first step: {reason}")
+        self._recorder.pulsing.before_batch(trainer, pl_module, batch)
 
     def _why_not_initial(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
         """A probe batch of the two samples of a sanity check, for example, would stay for the whole run."""
@@ -245,11 +268,17 @@ class CurvatureMonitor(CallbackBase):
 
     # ---- hooks: measure ----
 
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self._active:
+            self._recorder.pulsing.before_optimizer_step(optimizer)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._active:
+            assert self._ranks is not None
             self._recorder.observe_step(trainer, pl_module, outputs)
+            self._recorder.pulsing.after_batch(trainer, pl_module, self._ranks)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
             self._measure(trainer, pl_module, step=batches_that_stepped(trainer))
@@ -283,7 +312,8 @@ class CurvatureMonitor(CallbackBase):
 
     @property
     def state_key(self) -> str:
-        return f"CurvatureMonitor[{self._prefix}]" if self._prefix else "CurvatureMonitor"
+        key = f"CurvatureMonitor[{self._prefix}]" if self._prefix else "CurvatureMonitor"
+        return key if self._was_set_up else StateKey(key, self, self._prefix)
 
     def state_dict(self) -> dict[str, Any]:
         """Primitives, lists, dicts and tensors only, so that it can be loaded with `weights_only`."""

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from curvmon.errors import warn
 from curvmon.integrations.lightning.alerting import Alerting, largest_rate
 from curvmon.integrations.lightning.compatibility import check_nodes, progress_of, say
+from curvmon.integrations.lightning.pulsing import Pulsing
 from curvmon.integrations.lightning.training_step import isolated_step, step_loss
 from curvmon.monitor.budget import Budget, Plan
 from curvmon.monitor.fallbacks import RESPONSES, Failure
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner, Target
 from curvmon.monitor.process_group import Ranks
-from curvmon.monitor.vital_signs import PROBE_LOSS
-from curvmon.records import Alert, Snapshot
+from curvmon.monitor.pulses import Pulses
+from curvmon.records import PROBE_LOSS, Alert, Snapshot
 from curvmon.reporting.console import progress
 from curvmon.reporting.reporter import Report
 
@@ -37,6 +38,7 @@ class Recorder:
         alerting: raises alerts.
         report: writes to loggers, `callback_metrics` and console.
         loss: `loss(module, batch)`; None: the module's training_step.
+        pulses: taken between validations.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Recorder:
         alerting: Alerting,
         report: Report,
         loss: Callable[..., Any] | None,
+        pulses: Pulses,
     ) -> None:
         self.runner = runner
         self.budget = budget
@@ -54,6 +57,7 @@ class Recorder:
         self.alerting = alerting
         self.report = report
         self._loss = loss
+        self.pulsing = Pulsing(pulses, budget, alerting, report, self._target, self.warn)
         self.counts = {"validations": 0, "full": 0}
         self._measures = True
         """False once it is clear that this run cannot be measured: vital signs go on"""
@@ -200,7 +204,7 @@ class Recorder:
             self._compare_nodes(snapshot)
             fresh = self.alerting.update(trainer, pl_module, snapshot, list(self.history), ranks)
             if not_finite is not None:
-                fresh += self.alerting.diverged(not_finite, snapshot.step, snapshot.epoch, ranks)
+                fresh += self.alerting.diverged(not_finite, snapshot, list(self.history), ranks)
             self.history.append(replace(snapshot, alerts=len(self.alerting.alerts)))
             self.counts["validations"] += 1
             self.counts["full"] += snapshot.is_full
@@ -277,6 +281,7 @@ class Recorder:
             "history": self.history.state_dict(),
             "budget": self.budget.state_dict(),
             "counts": dict(self.counts),
+            "pulses": self.pulsing.pulses.state_dict(),
             **self.runner.state_dict(),
             **self.alerting.state_dict(),
         }
@@ -288,9 +293,12 @@ class Recorder:
         history.load_state_dict(state["history"])
         budget.load_state_dict(state["budget"])
         runner.load_state_dict(state)
-        counts = dict(state["counts"])
+        counts, pulses = dict(state["counts"]), copy.copy(self.pulsing.pulses)
+        pulses.load_state_dict(state["pulses"])
         self.alerting.load_state_dict(state)
         self.history, self.budget, self.runner = history, budget, runner
+        pulses.budget = budget
+        self.pulsing = Pulsing(pulses, budget, self.alerting, self.report, self._target, self.warn)
         self.counts = counts
 
 

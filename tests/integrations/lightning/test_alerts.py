@@ -78,11 +78,16 @@ def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, dist
         across = {f"{nodes[i]}--{nodes[j]}" for i in range(at) for j in range(at, len(nodes))}
         assert alert.where in across
         assert f"model.{place}" in alert.message
+        assert f"{place}" in alert.headline
+    assert len(alert.headline) < 80 and alert.headline.endswith(f", step {alert.step}")
+    assert 2 <= len(alert.evidence) <= 4 and any(" → " in point for point in alert.evidence)
+    assert alert.suggestion.startswith(("Check ", "Lower ", "Go back to "))
 
 
 def test_a_learning_rate_is_named_as_the_cause(disturbed: Any) -> None:
     (alert,) = disturbed("learning rate x 20").alerts
-    assert "learning rate x 20" in alert.message
+    assert alert.headline.startswith("Learning rate x 20: the loss jumped from ")
+    assert "learning rate 0.004 → 0.08 (x 20)" in alert.message
 
 
 def test_changed_operations_are_named(disturbed: Any) -> None:
@@ -93,7 +98,8 @@ def test_changed_operations_are_named(disturbed: Any) -> None:
 
 def test_the_tensor_that_shrank_is_named(disturbed: Any) -> None:
     (alert,) = disturbed("half of a layer's weights zeroed").alerts
-    assert "norm of model.blocks.1.conv1.weight x 0." in alert.message
+    assert alert.headline.startswith("Weights of model.blocks.1 shrank: ")
+    assert "norm of model.blocks.1.conv1.weight " in alert.evidence[1] and " (x 0." in alert.evidence[1]
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +137,10 @@ def logged(quiet: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_tensorboard_has_the_text_and_the_count(logged: Any) -> None:
     monitor, _, tensorboard, _, _ = logged
     (alert,) = monitor.alerts
-    ((step, text),) = [(s, t) for s, t in tensorboard.texts("curvmon/alert") if "(info)" not in t]
-    assert step == alert.step and alert.message in text
+    ((step, text),) = tensorboard.texts("curvmon/alert")
+    assert step == alert.step and f"**curvmon: {alert.headline}** (warning)" in text
+    notices = [notice.step for notice in monitor.notices if notice.step >= alert.step]
+    assert [step for step, _ in tensorboard.texts("curvmon/notice")] == notices
     counts = tensorboard.series("curvmon/alerts")
     assert [count for _, count in counts] == [float(s >= alert.step) for s, _ in counts]
 
@@ -140,13 +148,19 @@ def test_tensorboard_has_the_text_and_the_count(logged: Any) -> None:
 def test_wandb_has_the_alert(logged: Any) -> None:
     monitor, _, _, wandb, _ = logged
     (alert,) = monitor.alerts
-    assert wandb.alerts == [("curvmon: jump", alert.message, "WARN")]
+    ((title, text, level),) = wandb.alerts
+    assert level == "WARN" and title.endswith(f", step {alert.step}")
+    assert alert.headline in f"{title}\n{text}" and all(line in text for line in alert.details)
 
 
 def test_the_python_log_has_the_message(logged: Any) -> None:
-    monitor, _, _, _, records = logged
+    monitor, folder, _, _, records = logged
     (alert,) = monitor.alerts
-    assert [r.getMessage() for r in records if r.levelno == logging.WARNING] == [alert.message]
+    path = folder / f"curvmon-alert-step={alert.step}.ckpt"
+    assert [r.getMessage() for r in records if r.levelno == logging.WARNING] == [
+        f"curvmon: {alert.message}",
+        f"curvmon wrote {path}: {alert.headline}; on_alert='checkpoint'",
+    ]
 
 
 def test_a_resumed_run_neither_repeats_nor_loses_it(logged: Any, tmp_path: Path) -> None:
@@ -169,9 +183,18 @@ def test_pictures_mark_the_alert(logged: Any) -> None:
     assert "alert" in labels
 
 
-def test_stop_ends_training_and_a_callable_is_called_once(quiet: Any, tmp_path: Path) -> None:
+def test_stop_ends_training_and_says_why(quiet: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monitor, trainer = fit(tmp_path, QUIET + AFTER, LOGGED, QUIET, checkpoint=quiet[0], on_alert="stop")
-    assert len(monitor.alerts) == 1 and trainer.current_epoch < QUIET + AFTER
+    (alert,) = monitor.alerts
+    assert trainer.current_epoch == QUIET + 1
+    own = [record.getMessage() for record in caplog.records if record.name == "curvmon"]
+    assert own == [
+        f"curvmon: {alert.message}",
+        f"curvmon stopped this run at step {trainer.global_step}: {alert.headline}; on_alert='stop'",
+    ]
+
+
+def test_a_callable_is_called_once(quiet: Any, tmp_path: Path) -> None:
     called: list[Alert] = []
 
     def tell(alert: Alert) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from typing import Any
@@ -33,6 +34,37 @@ class Ema(pl.Callback):
         for name, parameter in pl_module.named_parameters():
             before = self.average.setdefault(name, parameter.detach().clone())
             before.lerp_(parameter.detach(), 0.1 + 0.1 * random.random())
+
+
+class NoisyLayers(hazards.Adam):
+    """Batch norm and dropout."""
+
+    def network(self) -> Any:
+        hidden = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Dropout(0.3)
+        return torch.nn.Sequential(*hidden, torch.nn.Linear(8, 3))
+
+
+class TwoOptimizers(NoisyLayers):
+    """They take turns: a step of the second leaves the gradients of the first as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[batch_idx % 2]
+        optimizer.zero_grad()
+        self.manual_backward(cross_entropy(self, batch))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.net.children()
+        others = [p for part in rest for p in part.parameters()]
+        return torch.optim.Adam(first.parameters(), lr=0.01), torch.optim.SGD(others, lr=0.1, momentum=0.9)
+
+
+def cross_entropy(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[0]), batch[1])
 
 
 MODULES: list[Any] = [
@@ -81,6 +113,10 @@ CASES: dict[str, Case] = {
     "every step": Case(hazards.BatchNorm, monitor={"every_n_train_steps": 1}, measured=9),
     "clipping by norm": Case(hazards.Adam, trainer={"gradient_clip_val": 0.01}),
     "clipping by value": Case(trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "noise, clipping and accumulation": Case(
+        NoisyLayers, trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, loader={"shuffle": True}
+    ),
+    "two optimizers": Case(TwoOptimizers, monitor={"loss": cross_entropy}),
     "EMA": Case(callbacks=(Ema,)),
     "EMAWeightAveraging": Case(hazards.BatchNorm, callbacks=(EMAWeightAveraging,)),
     "StochasticWeightAveraging": Case(
@@ -127,6 +163,8 @@ def test_training_is_bit_identical(name: str) -> None:
     assert len(monitor.history) == len(monitor.spectra) >= case.measured
     assert all(m.resonance.isfinite().all() and m.resonance.any() for m in monitor.history)
     assert all(s.eigenvalues.isfinite().all() for s in monitor.spectra)
+    assert all(math.isfinite(p.gain) and math.isfinite(p.curvature) for p in monitor.pulses)
+    assert bool(monitor.pulses) == (case.entry != "validate")
     assert found == []
 
 

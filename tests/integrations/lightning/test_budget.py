@@ -74,7 +74,7 @@ def test_a_measurement_that_does_not_fit_takes_fewer_products(caplog: pytest.Log
     for smaller in (second, last):
         assert smaller.hvps <= round(0.75 * first.hvps) < first.hvps and smaller.resonance.isfinite().all()
     assert run.budget.skipped == 1
-    assert run.trainer.callback_metrics["curvmon/skipped"] == 1
+    assert run.trainer.callback_metrics["curvmon_detail/skipped"] == 1
     said = [record.getMessage() for record in caplog.records if record.name.endswith("curvmon")]
     assert any(text.startswith("curvmon: to stay within max_overhead=0.0 of") for text in said)
     assert (

@@ -339,7 +339,7 @@ def test_the_first_process_decides_what_the_budget_allows(worlds: Any) -> None:
     # the first and the last
     assert [len(one["monitors"][0]["history"]) for one in ranks] == [2, 2]
     assert [one["monitors"][0]["skipped"] for one in ranks] == [1, 1]
-    assert [one["metrics"]["curvmon/skipped"] for one in ranks] == [1, 1]
+    assert [one["metrics"]["curvmon_detail/skipped"] for one in ranks] == [1, 1]
     vitals = [one["monitors"][0]["vitals"] for one in ranks]
     assert len(vitals[0]) == 3 and same(vitals[0], vitals[1])
     # where a measurement has the loss, vital signs do not
@@ -357,13 +357,43 @@ def test_early_stopping_stops_all_processes_together(worlds: Any) -> None:
     check_agreement(ranks, len(ranks[0]["monitors"][0]["history"]))
 
 
+@pytest.mark.parametrize(("scenario", "every"), [("pulses", 1), ("pulses_accumulated", 3)])
+def test_pulses_are_means_over_the_processes(worlds: Any, scenario: str, every: int) -> None:
+    """Each takes its own, of its own batch and with the statistics of its own batch, along the common step."""
+    ranks = worlds(2, scenario)
+    assert same(ranks[0]["pulses"], ranks[1]["pulses"]) and not ranks[0]["warnings"]
+    assert len(ranks[0]["pulses"]) == len(ranks[0]["batches"]) // every // 2
+    for i, record in enumerate(ranks[0]["pulses"]):
+        own = []
+        for one in ranks:
+            batch, before, after = one["batches"][every * (2 * i + 2) - 1]
+            module = Lit("silu-norm" if scenario == "pulses" else "silu")
+            module.load_state_dict(before)
+            step = [before[name] - after[name] for name, _ in module.named_parameters()]
+            own.append(curvmon.pulse(module.train(), batch, loss=lambda module, batch: module.loss(batch), step=step))
+        assert record["loss"] == pytest.approx(sum(pulse.loss for pulse in own) / 2, rel=1e-5)
+        size = max(max(abs(pulse.gain), abs(pulse.curvature)) for pulse in own)
+        assert record["gain"] == pytest.approx(sum(pulse.gain for pulse in own) / 2, abs=0.02 * size)
+        assert record["curvature"] == pytest.approx(sum(pulse.curvature for pulse in own) / 2, abs=0.02 * size)
+    for one in ranks:
+        assert one["finished"] and one["restored"] and same(one["weights"], one["without"])
+
+
+def test_a_pulse_that_fails_on_one_process_is_none_on_all(worlds: Any) -> None:
+    ranks = worlds(2, "failing_pulses")
+    assert same(ranks[0]["pulses"], ranks[1]["pulses"]) and ranks[0]["finished"]
+    assert [pulse["step"] for pulse in ranks[0]["pulses"]] == [1]
+    (warning,) = ranks[0]["warnings"]
+    assert "a pulse failed: ValueError: only here" in warning and not ranks[1]["warnings"]
+
+
 def test_two_monitors(worlds: Any) -> None:
     ranks = worlds(2, "two_monitors")
     check_agreement(ranks, 1)
     pairs, eigenvalues = (monitor["history"][0] for monitor in ranks[1]["monitors"])
     assert pairs["measurement"]["nodes"] == ["model.0", "model.2"] and pairs["spectrum"] is None
     assert eigenvalues["measurement"] is None and len(eigenvalues["spectrum"]["eigenvalues"]) == 2
-    assert {"resonance/mean_d1", "train/hessian/lambda_1"} <= ranks[1]["metrics"].keys()
+    assert {"curvmon_distance/resonance/1", "train/curvmon/lambda_1"} <= ranks[1]["metrics"].keys()
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(worlds: Any) -> None:

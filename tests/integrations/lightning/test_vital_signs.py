@@ -97,6 +97,16 @@ def test_trouble_late_in_a_run_raises_an_alert_at_once(name: str, seed: int, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
+def test_a_pulse_announces_a_learning_rate_before_the_validation_does(seed: int, tmp_path: Path) -> None:
+    name = "learning rate x 300"
+    monitor, _ = fit(tmp_path, EPOCHS, LATE[name], AT, seed=seed, make=starved, pulse=5)
+    steps = [s.step for s in monitor.snapshots]
+    first, *_ = monitor.alerts
+    assert first.kind == "approaching_instability" and steps[AT] < first.step < steps[AT + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
 def test_a_quiet_run_with_vital_signs_alone_raises_none(seed: int, tmp_path: Path) -> None:
     monitor, _ = fit(tmp_path, EPOCHS, seed=seed, make=starved)
     assert monitor.alerts == []
@@ -145,14 +155,14 @@ class Seen(pl.Callback):
 
 
 def test_a_value_that_was_not_measured_is_absent() -> None:
-    seen, loss = Seen("resonance/mean_d0"), Seen("curvmon/loss")
+    seen, loss = Seen("curvmon_distance/resonance/0"), Seen("curvmon/probe_loss")
     run([starved(), seen, loss], epochs=4)
     assert [value is None for value in seen.values] == [True, True, True, False]
     assert len(set(loss.values)) == 4 and None not in loss.values
 
 
 def test_early_stopping_does_not_count_what_was_not_measured() -> None:
-    stop = EarlyStopping("resonance/mean_d0", patience=1, strict=False, min_delta=1e9)
+    stop = EarlyStopping("curvmon_distance/resonance/0", patience=1, strict=False, min_delta=1e9)
     trainer = pl.Trainer(callbacks=[starved(), stop], **{**QUIET, "max_epochs": 6})
     trainer.fit(Regression(), DataLoader(REGRESSION, BATCH), DataLoader(REGRESSION_VAL, BATCH))
     assert trainer.current_epoch == 6  # a stale value would have stopped it after two
@@ -160,8 +170,10 @@ def test_early_stopping_does_not_count_what_was_not_measured() -> None:
 
 
 def test_a_checkpoint_is_never_chosen_by_a_value_that_was_not_measured(tmp_path: Path) -> None:
-    best = ModelCheckpoint(tmp_path, monitor="resonance/mean_d0", mode="min", save_top_k=1, filename="{epoch}")
-    seen = Seen("resonance/mean_d0")
+    best = ModelCheckpoint(
+        tmp_path, monitor="curvmon_distance/resonance/0", mode="min", save_top_k=1, filename="{epoch}"
+    )
+    seen = Seen("curvmon_distance/resonance/0")
     options = {**QUIET, "max_epochs": 5, "enable_checkpointing": True}
     trainer = pl.Trainer(callbacks=[starved(), seen, best], **options)
     trainer.fit(Regression(), DataLoader(REGRESSION, BATCH), DataLoader(REGRESSION_VAL, BATCH))

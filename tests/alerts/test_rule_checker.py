@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from curvmon import Alert, AlertRules, Measurement, Spectrum
-from curvmon.alerts.rules import RuleChecker
+from curvmon.alerts.rule_checker import RuleChecker
 from curvmon.errors import InputError
 from curvmon.records import Snapshot
 from tests.helpers.synthetic_records import synthetic_spectrum
@@ -91,12 +91,12 @@ def test_rank_collapse_needs_a_larger_rank_before() -> None:
 
 def test_values_that_are_not_finite_are_reported_once_until_they_are_finite_again() -> None:
     checker = RuleChecker(AlertRules())
-    first = checker.diverged("the loss is nan", 10, 1)
+    first = checker.diverged("the loss is nan", at(10))
     assert [alert.level for alert in first] == ["error"] and "the loss is nan" in first[0].message
-    assert checker.diverged("the loss is nan", 20, 2) == []
+    assert checker.diverged("the loss is nan", at(20)) == []
     checker.update(at(30, **FINE))
-    assert len(checker.diverged("the loss is nan", 40, 4)) == 1
-    assert RuleChecker(AlertRules(not_finite=False)).diverged("the loss is nan", 10, 1) == []
+    assert len(checker.diverged("the loss is nan", at(40))) == 1
+    assert RuleChecker(AlertRules(not_finite=False)).diverged("the loss is nan", at(10)) == []
 
 
 def test_notices_have_level_info() -> None:

@@ -1,0 +1,173 @@
+"""One pulse: θ and the batch are copied before an optimizer step, gain and curvature computed after it.
+
+    u = θ_before - θ_after, whatever changed θ: an optimizer, clipping, weight decay
+
+The loss is that of the batch, or of its first samples. They are a random sample of the batch that the step was made
+for, so that g^T u and u^T H u are unbiased; with accumulated gradients, the last batch of the step is that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from curvmon.errors import DivergedError
+from curvmon.isolation.collectives import collectives_refused
+from curvmon.monitor.batch_samples import detached_copy, first_samples, sample_count
+from curvmon.monitor.fallbacks import is_out_of_memory
+from curvmon.monitor.measurement import Target
+from curvmon.monitor.pairs_and_spectrum import release_memory
+from curvmon.operators.loss_differences import ChangingLossError, open_loss_along_step
+from curvmon.pulse import Pulse, pulse_at
+
+WHOLE, SLICE = 64, 32
+"""samples up to which a batch is taken as a whole, and samples of a larger one"""
+LEAST = 8
+"""samples that a slice has at least, unless memory is short"""
+CHECKED = 8
+"""samples on which losses are compared with second derivatives"""
+CHECK_EVERY = 100
+"""pulses between two comparisons"""
+SAME = 0.05
+"""tolerance of gain and curvature, relative to the larger of them"""
+
+
+class PulseTaker:
+    """Takes pulses, one after the other, of the same model.
+
+    Attributes:
+        samples: of a batch that are used; None: as WHOLE and SLICE say.
+        from_losses: whether gain and curvature come from differences of losses. False once they have been seen to
+            differ from derivatives: the loss is another function in every forward pass, or has kinks.
+    """
+
+    def __init__(self) -> None:
+        self.samples: int | None = None
+        self.from_losses = True
+        self._before: dict[str, Tensor] = {}
+        self._batch: Any = None
+        self._error: Exception | None = None
+        self._spacing = 1.0
+        self._pulses = 0
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._error is not None or bool(self._before)
+
+    def prepare(self, model: nn.Module, batch: Any) -> None:
+        """Before a step: copy the parameters, unless they have been, and the samples. Nothing raises but interrupts."""
+        try:
+            trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            if any(is_lazy(p) for p in trainable.values()):
+                return
+            if self._before.keys() != trainable.keys():
+                self._before = {name: p.detach().clone() for name, p in trainable.items()}
+            self._batch = detached_copy(self._slice(batch))
+        except Exception as error:  # `take` raises it: all ranks take together
+            self.forget()
+            self._error = error
+
+    def _slice(self, batch: Any) -> Any:
+        size = sample_count(batch)
+        if self.samples is None and size is not None and size > WHOLE:
+            return first_samples(batch, SLICE)
+        return batch if self.samples is None else first_samples(batch, self.samples)
+
+    def forget(self) -> None:
+        """Free the copies."""
+        self._before, self._batch, self._error = {}, None, None
+
+    def use_fewer(self, least: int = LEAST) -> bool:
+        """Half of the samples from now on; False if that would be too few."""
+        size = None if self._batch is None else sample_count(self._batch)
+        if size is None or size // 2 < least:
+            return False
+        self.samples = size // 2
+        return True
+
+    def _has_moved(self, model: nn.Module) -> bool:
+        now = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        if now.keys() != self._before.keys():  # frozen or replaced meanwhile
+            return False
+        return any(not torch.equal(now[name], before) for name, before in self._before.items())
+
+    def check(self, target: Target, world_size: int) -> None:
+        """Before `take`: compare differences of losses with derivatives, if that is due, on a few samples.
+
+        Nothing raises but interrupts.
+        """
+        is_due = self.from_losses and self._error is None and self._pulses % CHECK_EVERY == 0
+        if not is_due or not self._has_moved(target.model):
+            return
+        batch = first_samples(self._batch, CHECKED)
+        with suppress(Exception), _undisturbed(target, world_size):  # `take` fails in the same way, and raises
+            self.from_losses = self._agree(target, batch)
+
+    def _agree(self, target: Target, batch: Any) -> bool:
+        before = list(self._before.values())
+        with open_loss_along_step(target.model, batch, loss=target.loss, before=before) as along:
+            try:
+                differences = along.differences(self._spacing)
+                along.check_repeats()
+            except ChangingLossError:
+                return False
+            self._spacing = differences.next_spacing
+            size = max(abs(differences.gain), abs(differences.curvature))
+            if abs(along.gain() - differences.gain) > SAME * size:
+                return False
+        try:
+            second = pulse_at(before, target.model, batch, loss=target.loss)
+        except DivergedError:
+            raise
+        except Exception as error:  # no double backward, no memory for it: the gradient has to do
+            if is_out_of_memory(error):
+                release_memory()
+            return True
+        return abs(second.curvature - differences.curvature) <= SAME * size
+
+    def take(self, target: Target, world_size: int) -> Pulse | None:
+        """After the step; None if it has not moved the parameters. Leaves no trace; raises whatever goes wrong."""
+        if self._error is not None:
+            raise self._error
+        if not self._has_moved(target.model):
+            return None
+        self._pulses += 1
+        before = list(self._before.values())
+        with _undisturbed(target, world_size):
+            if self.from_losses:
+                try:
+                    with open_loss_along_step(target.model, self._batch, loss=target.loss, before=before) as along:
+                        differences = along.differences(self._spacing)
+                except ChangingLossError:
+                    self.from_losses = False
+                else:
+                    self._spacing = differences.next_spacing
+                    return Pulse(differences.gain, differences.curvature, differences.loss)
+            return pulse_at(before, target.model, self._batch, loss=target.loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "from_losses": self.from_losses,
+            "spacing": self._spacing,
+            "pulses": self._pulses,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.samples, self.from_losses = state["samples"], state["from_losses"]
+        self._spacing, self._pulses = state["spacing"], state["pulses"]
+
+
+@contextmanager
+def _undisturbed(target: Target, world_size: int) -> Iterator[None]:
+    """Every rank computes by itself, with its own batch and its own buffers."""
+    with ExitStack() as stack:
+        stack.enter_context(target.isolation())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(collectives_refused(world_size))
+        yield

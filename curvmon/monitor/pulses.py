@@ -1,0 +1,190 @@
+"""The pulses of a run: every n optimizer steps, gain and curvature along the step, their means, and what they show.
+
+For any training loop: `before_step` before every forward pass, `after_step` after every optimizer step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from curvmon.alerts.instability import Instability, InstabilityDetector
+from curvmon.monitor.budget import Budget
+from curvmon.monitor.fallbacks import RESPONSES, Failure, classify, describe
+from curvmon.monitor.measurement import Target, Warn
+from curvmon.monitor.pairs_and_spectrum import release_memory
+from curvmon.monitor.process_group import Ranks
+from curvmon.monitor.pulse_schedule import PulseSchedule
+from curvmon.monitor.pulse_taker import PulseTaker
+from curvmon.pulse import Pulse
+from curvmon.records import PulseRecord
+
+MOST_FAILURES = 3
+"""in a row, for reasons that may be transient"""
+
+
+class _Decision(NamedTuple):
+    """Of rank 0, for all ranks."""
+
+    record: PulseRecord
+    event: Instability | None
+    interval: int
+    fewer: bool
+
+
+class Pulses:
+    """Takes pulses, and keeps the latest.
+
+    Args:
+        schedule: when they are taken.
+        budget: times them.
+        size: how many are kept.
+
+    Attributes:
+        budget: of the run.
+        records: the latest, oldest first.
+    """
+
+    def __init__(self, schedule: PulseSchedule, budget: Budget, size: int) -> None:
+        self._schedule = schedule
+        self.budget = budget
+        self._size = size
+        self._taker = PulseTaker()
+        self._detector = InstabilityDetector()
+        self._off = False
+        self._failures = 0
+        self._prepared_in = 0.0
+        self.records: list[PulseRecord] = []
+
+    @property
+    def is_prepared(self) -> bool:
+        """The next `after_step` takes a pulse."""
+        return self._taker.is_prepared
+
+    def before_step(self, model: nn.Module, batch: Any) -> None:
+        """Before the forward pass of a batch; several times before a step where gradients are accumulated."""
+        if self._off or not self._schedule.is_due:
+            return
+        before = self.budget.pulse_seconds
+        with self.budget.taking_pulse():
+            self._taker.prepare(model, batch)
+        self._prepared_in += self.budget.pulse_seconds - before
+
+    def skip_step(self) -> None:
+        """Instead of `after_step` where no pulse is prepared."""
+        self._schedule.count()
+
+    def after_step(
+        self,
+        target: Target,
+        ranks: Ranks,
+        *,
+        step: int,
+        epoch: int,
+        learning_rate: float,
+        warn: Warn,
+    ) -> tuple[PulseRecord, Instability | None] | None:
+        """After an optimizer step; all ranks together. The pulse and what it shows, if one is due and succeeds.
+
+        Args:
+            target: the model, its loss, and what keeps the training loop unchanged.
+            ranks: of the run.
+            step: on the x-axis of the loggers.
+            epoch: of the run.
+            learning_rate: of the step.
+            warn: for whatever stops pulses.
+        """
+        self.skip_step()
+        if not self.is_prepared:
+            return None
+        try:
+            return self._pulse(target, ranks, PulseRecord(step, epoch, 0.0, 0.0, learning_rate), warn)
+        finally:
+            self._taker.forget()
+            self._prepared_in = 0.0
+
+    def _pulse(
+        self, target: Target, ranks: Ranks, record: PulseRecord, warn: Warn
+    ) -> tuple[PulseRecord, Instability | None] | None:
+        with self.budget.taking_pulse():
+            self._taker.check(target, ranks.world_size)
+        seconds = -self.budget.pulse_seconds
+        with self.budget.taking_pulse():
+            outcomes = ranks.gather(self._outcome(target, ranks.world_size))
+        seconds += self.budget.pulse_seconds + self._prepared_in
+        pulses = [outcome for outcome in outcomes if isinstance(outcome, Pulse)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if failures:
+            self._failed(failures[0], warn)
+        if len(pulses) < len(outcomes):
+            return None
+        self._failures = 0
+        record = replace(
+            record,
+            gain=_mean([pulse.gain for pulse in pulses]),
+            curvature=_mean([pulse.curvature for pulse in pulses]),
+            loss=_mean([pulse.loss for pulse in pulses]),
+        )
+        with self.budget.taking_pulse():
+            decision: _Decision = ranks.broadcast(self._decide(record, seconds, warn) if ranks.rank == 0 else None)
+        self._schedule.follow(decision.interval)
+        if decision.fewer and self._taker.use_fewer():
+            self._schedule.became_cheaper(0.5)
+        self.records = [*self.records, decision.record][-self._size :]
+        return decision.record, decision.event
+
+    def _outcome(self, target: Target, world_size: int) -> Pulse | Failure | None:
+        """None where the parameters have not moved: a step that a gradient scaler skipped, or no step at all."""
+        try:
+            return self._taker.take(target, world_size)
+        except Exception as error:
+            return Failure(classify(error), describe(error))
+
+    def _decide(self, record: PulseRecord, seconds: float, warn: Warn) -> _Decision:
+        event = None
+        try:
+            event = self._detector.update(record)
+        except Exception as error:  # the other ranks are waiting
+            warn(f"the step ratio is not judged: {describe(error)}; training goes on", "step ratio")
+        record = replace(record, step_ratio=self._detector.step_ratio, critical_lr=self._detector.critical_lr)
+        interval = self._schedule.took(seconds, self.budget.trained)
+        return _Decision(record, event, interval, self._schedule.wants_cheaper(interval))
+
+    def _failed(self, failure: Failure, warn: Warn) -> None:
+        """Pulses stop where the reason lasts. That training has diverged is what vital signs are for."""
+        self._schedule.follow(self._schedule.interval)
+        if failure.kind == "diverged":
+            return
+        if failure.kind == "memory":
+            release_memory()
+            if self._taker.use_fewer(least=1):
+                return
+        self._failures += 1
+        self._off = not RESPONSES[failure.kind].retry_later or self._failures >= MOST_FAILURES
+        text = "no pulses in this run" if self._off else "a pulse failed"
+        warn(f"{text}: {failure.message}; training goes on", "pulse")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "records": [record.to_dict() for record in self.records],
+            "schedule": self._schedule.state_dict(),
+            "taker": self._taker.state_dict(),
+            "detector": self._detector.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """All of the state, or, if it raises, none of it."""
+        schedule, taker, detector = copy.copy(self._schedule), PulseTaker(), InstabilityDetector()
+        records = [PulseRecord.from_dict(record) for record in state["records"]][-self._size :]
+        schedule.load_state_dict(state["schedule"])
+        taker.load_state_dict(state["taker"])
+        detector.load_state_dict(state["detector"])
+        self._schedule, self._taker, self._detector, self.records = schedule, taker, detector, records
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
