@@ -51,7 +51,7 @@ def trials(family: Family, optimizer: str, seed: int, data: Path | None) -> list
         batch = run.draw()  # the same again
 
         outcomes: list[bool | None] = []
-        for ratio in (record.ratio, step.learning_rate / detector.critical_lr):
+        for ratio in (record.ratio, detector.step_ratio):
             if not (math.isfinite(ratio) and ratio > 0):
                 outcomes += [None, None]
                 continue
