@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test test-fast demo screenshots docs bench bench-all bench-packages bench-measurement bench-spectrum bench-alerts lint format types check clean
+.PHONY: test test-fast demo screenshots docs bench bench-all bench-packages bench-measurement bench-spectrum bench-alerts bench-pulse lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
@@ -52,6 +52,11 @@ bench-packages: $(READY)
 bench-alerts: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps river
 	$(BIN)/python -m benchmarks.alerts --write docs/alerts-table.md
+
+# about half an hour on an idle core the first time; recorded runs are kept below runs/. DATA=cifar10_subset.npz for real
+# images.
+bench-pulse: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.pulse $(if $(DATA),--data $(DATA)) --write docs/pulse-table.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ from benchmarks.pulse_networks import OPTIMIZERS, REPORTED
 from benchmarks.pulse_runs import AT, EVENTS, EVERY, SPARSE_AT, SPARSE_EVERY, Recorded, Step, recorded, recorded_sparse
 from benchmarks.pulse_trials import all_trials, shares
 from curvmon.alerts.instability import InstabilityDetector
+from curvmon.operators.session import Loss
 from tests.helpers.resnet import resnet18
 
 FIRST_SEED = 1000
@@ -162,18 +163,15 @@ def critical_table(seeds: list[int], data: Path | None, cache: Path) -> str:
         "rises at twice",
         "smoothed: falls at half",
         "rises at twice",
-        "no critical rate",
+        "without a critical rate",
     )
     made = all_trials(list(REPORTED.values()), seeds, data, cache)
-    rows = [["", *head]]
-    for family in REPORTED:
-        rows.append([family, *shares([trial for trial in made if trial.family == family])])
-    for optimizer in OPTIMIZERS:
-        rows.append([optimizer, *shares([trial for trial in made if trial.optimizer == optimizer])])
-    return table([*rows, ["all", *shares(made)]])
+    by_family = [[name, *shares([trial for trial in made if trial.family == name])] for name in REPORTED]
+    by_optimizer = [[name, *shares([trial for trial in made if trial.optimizer == name])] for name in OPTIMIZERS]
+    return table([["", *head], *by_family, *by_optimizer, ["all", *shares(made)]])
 
 
-def networks_of_usual_size() -> Iterator[tuple[str, nn.Module, Any, Any]]:
+def networks_of_usual_size() -> Iterator[tuple[str, nn.Module, Any, Loss]]:
     torch.manual_seed(0)
     images = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
     yield "ResNet-18 shape, 32 images of 32 x 32", resnet18(seed=0), images, classification_loss
@@ -186,22 +184,20 @@ def cost_table() -> str:
     rows = [["", "a pulse, in training steps", "a pulse every … steps costs 1 %"]]
     for name, model, batch, loss in networks_of_usual_size():
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def train() -> None:
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
-
-        def pulse() -> None:
-            step = [1e-3 * p.grad for p in model.parameters() if p.grad is not None]
-            curvmon.pulse(model, batch, loss=loss, step=step)
-
-        steps = seconds(train) / seconds(pulse)
-        rows.append([name, f"{1 / steps:.1f}", f"{100 / steps:.0f}"])
+        step = seconds(partial(train, model, batch, loss, optimizer))
+        u = [1e-3 * p.grad for p in model.parameters() if p.grad is not None]
+        steps = seconds(partial(curvmon.pulse, model, batch, loss=loss, step=u)) / step
+        rows.append([name, f"{steps:.1f}", f"{100 * steps:.0f}"])
     return table(rows)
 
 
-def seconds(call: Callable[[], None]) -> float:
+def train(model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    optimizer.step()
+
+
+def seconds(call: Callable[[], object]) -> float:
     call()
     times = []
     for _ in range(7):
@@ -240,10 +236,10 @@ def report(seeds: list[int], data: Path | None, cache: Path) -> str:
     parts = [
         "# Warnings before training diverges",
         f"Made with `make bench-pulse`. Seeds {seeds[0]} to {seeds[-1]}; {images}, averaged down, and characters of "
-        "Python's documentation. Thresholds were chosen on other seeds and other networks: a smaller GPT, a ReLU ResNet "
-        "and a tanh MLP. The networks here are a wider GPT, a SiLU ResNet, a residual MLP with layer norm, and an LSTM, "
-        "a family that no threshold was chosen on. Each with SGD, SGD with momentum and AdamW. "
-        f"An event begins at step {AT}; the loss has risen when its mean over about 20 steps is 10 % above its minimum. "
+        "Python's documentation. Thresholds were chosen on other seeds and other networks: a smaller GPT, a ReLU "
+        "ResNet and a tanh MLP. The networks here are a wider GPT, a SiLU ResNet, a residual MLP with layer norm, and "
+        "an LSTM, a family that no threshold was chosen on. Each with SGD, SGD with momentum and AdamW. An event "
+        f"begins at step {AT}; the loss has risen when its mean over about 20 steps is 10 % above its minimum. "
         "Runs in which it never does are not counted.",
         "### All runs",
         '"Warned before": runs warned after the event and before the loss has risen, of those that an event '
@@ -265,8 +261,9 @@ def report(seeds: list[int], data: Path | None, cache: Path) -> str:
         table_by(lambda run: run.kind, list(EVENTS), with_few_pulses, sparse),
         warnings_table(with_few_pulses, sparse),
         "### Critical learning rate",
-        "The loss of a batch before and after a step along the same direction, at half and at twice the critical learning "
-        'rate of this batch, and of the smoothed one. "No critical rate": the curvature along the step is not positive.',
+        "The loss of a batch before and after a step along the same direction, at half and at twice the critical "
+        "learning rate of this batch, and of the smoothed one. Without a critical rate: the curvature along the step "
+        "is not positive.",
         critical_table(seeds, data, cache),
         "### Cost",
         cost_table(),

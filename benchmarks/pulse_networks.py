@@ -68,7 +68,10 @@ def mlp(inputs: int, width: int) -> nn.Module:
 
 
 def residual_mlp(inputs: int, width: int) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), ResidualMLP(inputs=inputs, width=width, depth=4, classes=10))
+    network = ResidualMLP(inputs=inputs, width=width, depth=4, classes=10)
+    for block in network.blocks:
+        block.dropout = nn.Identity()  # its noise would come from the global generator
+    return nn.Sequential(nn.Flatten(), network)
 
 
 class Family(NamedTuple):

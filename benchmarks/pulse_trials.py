@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from benchmarks.pulse_networks import OPTIMIZERS, Family, loss
+from benchmarks.pulse_networks import OPTIMIZERS, Batch, Family, loss
 from benchmarks.pulse_runs import Run, put
 from curvmon.alerts.instability import InstabilityDetector
 from curvmon.records import PulseRecord
@@ -49,19 +50,27 @@ def trials(family: Family, optimizer: str, seed: int, data: Path | None) -> list
         run.generator.set_state(generator)
         batch = run.draw()  # the same again
 
-        def change(times: float) -> float:
-            """Of the loss of the batch, by a step that is so many times as long."""
-            put(parameters, [b - times * (b - a) for a, b in zip(after, before)])
-            with torch.no_grad():
-                return loss(run.model, batch).item() - step.loss
-
         outcomes: list[bool | None] = []
-        for ratio in (record.ratio, step.learning_rate / detector.critical_lr):
-            positive = math.isfinite(ratio) and ratio > 0
-            outcomes += [change(0.5 / ratio) < 0, not change(2 / ratio) <= 0] if positive else [None, None]
+        for ratio in (record.ratio, detector.step_ratio):
+            if not (math.isfinite(ratio) and ratio > 0):
+                outcomes += [None, None]
+                continue
+            half, twice = (_change(run, batch, before, after, length / ratio) for length in (0.5, 2.0))
+            outcomes += [half < 0, not twice <= 0]
         put(parameters, after)
         made.append(Trial(family.name, optimizer, *outcomes))
     return made
+
+
+def _change(run: Run, batch: Batch, before: list[Tensor], after: list[Tensor], times: float) -> float:
+    """Of the loss of the batch, by a step that is so many times as long."""
+    parameters = list(run.model.parameters())
+    losses = []
+    for length in (0.0, times):
+        put(parameters, [b - length * (b - a) for a, b in zip(after, before)])
+        with torch.no_grad():
+            losses.append(loss(run.model, batch).item())
+    return losses[1] - losses[0]
 
 
 def shares(made: list[Trial]) -> list[str]:

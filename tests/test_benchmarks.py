@@ -6,10 +6,17 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+import curvmon
+from benchmarks import pulse_runs
 from benchmarks.accuracy import between_markers
 from benchmarks.all import DOCS, TABLES, joined
 from benchmarks.header import VARIABLE, cached, commit, measured_on
+from benchmarks.pulse import false_warnings, leads, ours, spikes, summary
+from benchmarks.pulse_networks import OPTIMIZERS, REPORTED, TUNED, Family, loss
+from benchmarks.pulse_runs import EVENTS, Recorded, Run, Step
+from benchmarks.pulse_trials import trials
 from benchmarks.tolerances import Attempt, loosest_of
 
 LADDER = [0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002, 0.0001]
@@ -64,3 +71,56 @@ def test_parts_of_a_run_share_commit_and_networks(tmp_path: Path, monkeypatch: p
     assert cached("network", lambda: [1.0]) == cached("network", lambda: [2.0]) == [1.0]
     monkeypatch.delenv(VARIABLE)
     assert cached("network", lambda: [2.0]) == [2.0]
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_pulses_of_recorded_runs_are_those_of_the_package(name: str) -> None:
+    run = Run(REPORTED[name], "AdamW", 0, None)
+    batch, generator = run.draw(), torch.Generator().manual_seed(0)
+    u = [1e-3 * torch.randn(p.shape, generator=generator) for p in run.model.parameters()]
+    expected = curvmon.pulse(run.model, batch, loss=loss, step=u)
+    gain, curvature = pulse_runs.pulse(run.model, batch, u)
+    assert gain == pytest.approx(expected.gain, rel=1e-3) and curvature == pytest.approx(expected.curvature, rel=1e-2)
+
+
+def test_a_copied_run_goes_on_as_the_original() -> None:
+    run = Run(TUNED["MLP"], "AdamW", 3, None)
+    for _ in range(3):
+        run.train()
+    twin = run.copied()
+    for _ in range(3):
+        assert list(run.train()) == pytest.approx(list(twin.train()), nan_ok=True)
+
+
+def recorded_run(kind: str, losses: list[float]) -> Recorded:
+    steps = [Step(value, 1.0, 1.0, 1.0) for value in losses]
+    return Recorded("MLP", "SGD", 0, kind, 100 if kind in EVENTS else len(steps), steps)
+
+
+def test_leads_and_false_warnings_are_counted() -> None:
+    """The smoothed loss rises twelve steps after the event; a warning before the event is a false one."""
+    event, quiet = next(iter(EVENTS)), [1.0] * 300
+    risen = recorded_run(event, [*quiet[:100], *([1.2] * 100)])
+    rises_at = risen.rises_at()
+    assert rises_at is not None and 105 < rises_at < 120
+    runs = [risen, recorded_run(event, quiet), recorded_run("constant", quiet)]
+    early = leads(lambda run: [50, 103], runs)
+    assert [outcome.lead for outcome in early] == [rises_at - 103]
+    assert [outcome.lead for outcome in leads(lambda run: [50, 150], runs)] == [None]
+    assert summary(early) == ["1/1 (100%)", str(rises_at - 103)]
+    assert false_warnings(lambda run: [i for i in (50, 150) if i < len(run.steps)], runs) == (3, 400)
+    assert spikes(recorded_run("constant", [*quiet, 4.0])) == [300] and spikes(runs[0]) == []
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_recorded_ramp_is_warned_and_critical_rates_are_critical(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse_runs, "EVENTS", {"ramp, 5 % per step": EVENTS["ramp, 5 % per step"]})
+    family: Family = TUNED["MLP"]
+    (run,) = pulse_runs.disturbed_runs(family, optimizer, 5, None, at=150, every=5)
+    (warned,) = ours(run, 5)
+    assert 150 < warned < (run.rises_at() or len(run.steps))
+    made = trials(family, optimizer, 5, None)
+    assert sum(trial.falls is not False for trial in made) >= 0.8 * len(made)
+    assert sum(trial.rises is not False for trial in made) >= 0.8 * len(made)

@@ -52,8 +52,8 @@ HALF = 0.5
 """step ratio of the length at which a step lowers the loss most along its direction"""
 LIMIT = 1.0
 """step ratio above which steps raise the loss of their own batch"""
-UNUSUAL = 2.0
-"""times the usual value, of step ratio and gain: more than quiet runs show"""
+UNUSUAL, UNUSUAL_GAIN = 2.0, 1.75
+"""times the usual step ratio, and the usual gain: more than quiet runs show"""
 FIRST = 2.0
 """largest step ratio of healthy runs before anything is usual"""
 FALLS = 0.99
@@ -63,7 +63,7 @@ SIGNIFICANT = 2.0
 REARM = 20
 """pulses without a reason before the next warning"""
 HEALTHY, HEADROOM = 0.02, 0.005
-"""lowest usual step ratio at good learning rates (0.02 to 1), and one that leaves room for four times the rate"""
+"""lowest usual step ratio at good learning rates (0.02 to 1), and one that allows for four times the rate"""
 HEADROOM_PULSES = 100
 """settled pulses at the largest learning rate before headroom is reported"""
 
@@ -235,7 +235,7 @@ class InstabilityDetector:
         loss_before = statistics.fmean(loss for _, _, loss in similar[-3:])
         if statistics.fmean(self._losses[-SMOOTHED:]) < FALLS * loss_before:
             return None
-        return mean / usual if 0 < UNUSUAL * usual < mean - SIGNIFICANT * error else None
+        return mean / usual if 0 < UNUSUAL_GAIN * usual < mean - SIGNIFICANT * error else None
 
     def _has_settled(self) -> bool:
         return self._rates[-1] < SETTLED * self._rates[-min(len(self._rates), SMOOTHED)]

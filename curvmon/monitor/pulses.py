@@ -6,6 +6,7 @@ For any training loop: `before_step` before every forward pass, `after_step` aft
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from curvmon.records import PulseRecord
 
 MOST_FAILURES = 3
 """in a row, for reasons that may be transient"""
+_NOT_JUDGED = "the step ratio is not judged: {}; training goes on"
 
 
 class _Decision(NamedTuple):
@@ -74,9 +76,19 @@ class Pulses:
             self._taker.prepare(model, batch)
         self._prepared_in += self.budget.pulse_seconds - before
 
-    def skip_step(self) -> None:
-        """Instead of `after_step` where no pulse is prepared."""
+    def skip_step(self, ranks: Ranks, *, step: int, learning_rate: float, warn: Warn) -> Instability | None:
+        """Instead of `after_step` where no pulse is prepared: what a learning rate that grows gives away by itself.
+
+        It costs nothing in one process. Several would have to agree after every step: they look at pulses alone.
+        """
         self._schedule.count()
+        if self._off or ranks.world_size > 1 or not math.isfinite(learning_rate):
+            return None
+        try:
+            return self._detector.advance(step, learning_rate)
+        except Exception as error:
+            warn(_NOT_JUDGED.format(describe(error)), "step ratio")
+            return None
 
     def after_step(
         self,
@@ -98,7 +110,7 @@ class Pulses:
             learning_rate: of the step.
             warn: for whatever stops pulses.
         """
-        self.skip_step()
+        self._schedule.count()
         if not self.is_prepared:
             return None
         try:
@@ -149,7 +161,7 @@ class Pulses:
         try:
             event = self._detector.update(record)
         except Exception as error:  # the other ranks are waiting
-            warn(f"the step ratio is not judged: {describe(error)}; training goes on", "step ratio")
+            warn(_NOT_JUDGED.format(describe(error)), "step ratio")
         record = replace(record, step_ratio=self._detector.step_ratio, critical_lr=self._detector.critical_lr)
         interval = self._schedule.took(seconds, self.budget.trained)
         return _Decision(record, event, interval, self._schedule.wants_cheaper(interval))

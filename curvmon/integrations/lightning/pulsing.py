@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from curvmon.integrations.lightning.alerting import Alerting, largest_rate
@@ -52,27 +52,33 @@ class Pulsing:
     def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         self._steps = trainer.global_step
         self.pulses.before_step(pl_module, batch)
-        if self.pulses.is_prepared:
-            self._rate = largest_rate(trainer.optimizers, on_host=False)
+        self._read_rate(trainer.optimizers)
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """A module may set the learning rate right before the step, and a scheduler changes it right after."""
-        if self.pulses.is_prepared:
-            self._rate = largest_rate([optimizer], on_host=False)
+        self._read_rate([optimizer])
+
+    def _read_rate(self, optimizers: Iterable[Any]) -> None:
+        """One that is on a device only where a pulse waits for the device anyway."""
+        self._rate = largest_rate(optimizers, on_host=not self.pulses.is_prepared)
 
     def after_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, ranks: Ranks) -> None:
         """Called by all ranks together."""
         # with manual optimization any batch may have stepped, with optimizers that the Trainer does not know, too
         if trainer.global_step == self._steps and pl_module.automatic_optimization:
             return
+        step, epoch = batches_that_stepped(trainer), trainer.current_epoch
         if not self.pulses.is_prepared:
-            self.pulses.skip_step()
+            foreseen = self.pulses.skip_step(ranks, step=step, learning_rate=self._rate, warn=self._warn)
+            if foreseen is not None:
+                with self._budget.taking_pulse():
+                    self._alerting.deliver(trainer, self._alerting.unstable(foreseen, step, epoch, ranks))
             return
         taken = self.pulses.after_step(
             self._target(trainer, pl_module),
             ranks,
-            step=batches_that_stepped(trainer),
-            epoch=trainer.current_epoch,
+            step=step,
+            epoch=epoch,
             learning_rate=self._rate if math.isfinite(self._rate) else math.nan,
             warn=self._warn,
         )

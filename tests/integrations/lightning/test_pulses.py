@@ -358,6 +358,28 @@ def test_an_instability_is_an_alert_and_headroom_a_notice(announcing: Any) -> No
     assert received == [alert, notice] or received == [alert]
 
 
+class Ramp(Lit):
+    """A constant learning rate, which grows by a tenth in every step from step 200 on."""
+
+    optimizer = staticmethod(lambda p: torch.optim.SGD(p, lr=0.02))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = type(self).optimizer(self.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.1 ** max(0, step - 200))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_a_growing_learning_rate_is_noticed_between_pulses() -> None:
+    monitor = few(pulse=10)
+    fit(Ramp(), monitor, epochs=18)  # 216 steps
+    (alert,) = monitor.alerts
+    pulses = [record.step for record in monitor.pulses]
+    assert alert.kind == "approaching_instability" and alert.step not in pulses
+    # twice the settled rate is reached after eight steps of growth
+    assert 206 <= alert.step <= 212
+    assert "learning rate: 0.02 → 0.0" in alert.evidence[0]
+
+
 def test_an_instability_can_stop_a_run(announcing: Any) -> None:
     announcing += [Instability("approaching_instability", 0.5, 0.1, 0.1, 0.1)]
     trainer, _ = fit(Lit(), few(on_alert="stop", pulse=5), max_epochs=10)
