@@ -219,6 +219,7 @@ class CurvatureMonitor(CallbackBase):
     ) -> None:
         if not self._active:
             return
+        self._recorder.start_batch(trainer)
         self._recorder.observe_batch("train", batch)
         if self._initial and trainer.global_step == 0 and not len(self._recorder.history) and self._measured_at is None:
             reason = self._why_not_initial(trainer, pl_module)
@@ -252,7 +253,7 @@ class CurvatureMonitor(CallbackBase):
             self._recorder.observe_step(trainer, pl_module, outputs)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
-            self._measure(trainer, pl_module, step=batches_that_stepped(trainer))
+            self._measure(trainer, pl_module, step=batches_that_stepped(trainer), validates=False)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._active and not trainer.sanity_checking and not ranks_may_skip_validation(trainer, pl_module):
@@ -274,10 +275,12 @@ class CurvatureMonitor(CallbackBase):
         if trainer.global_step != self._measured_at or trainer.global_step == 0:
             self._measure(trainer, pl_module, step=step, due=due)
 
-    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, due: bool = True) -> None:
+    def _measure(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, due: bool = True, validates: bool = True
+    ) -> None:
         assert self._ranks is not None
         self._measured_at = trainer.global_step
-        self._recorder.measure(trainer, pl_module, self._ranks, step, due=due)
+        self._recorder.measure(trainer, pl_module, self._ranks, step, due=due, validates=validates)
 
     # ---- checkpoints ----
 
