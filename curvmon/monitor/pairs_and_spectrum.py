@@ -110,8 +110,10 @@ def measure_spectrum(
         start = None
 
     only_sharpness = settings.only_sharpness
-    if only_sharpness and optimizer is not None and stability_limit(optimizer).preconditioner is not None:
-        optimizer = None  # its sharpness is another one, and takes HVPs of its own
+    if only_sharpness and optimizer is not None:
+        rule = stability_limit(optimizer)
+        if rule.preconditioner is not None and rule.common is None:
+            optimizer = None  # its sharpness is another one, and takes HVPs of its own
     findings = Findings() if findings is None else findings
     findings.belong_to(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     spent = 0

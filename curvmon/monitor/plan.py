@@ -71,6 +71,8 @@ class Position:
         """The run has got this far; None: its end is not known."""
         if progress is None:
             return Position(self.at, self.interval, self.full, False)
+        if progress == self.at:
+            return Position(self.at, self.interval, self.full, True)
         if progress > self.at:
             return Position(progress, progress - self.at, self.full, True)
         # the run has been extended

@@ -279,8 +279,8 @@ class CurvatureMonitor(CallbackBase):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, due: bool = True, validates: bool = True
     ) -> None:
         assert self._ranks is not None
-        self._measured_at = trainer.global_step
-        self._recorder.measure(trainer, pl_module, self._ranks, step, due=due, validates=validates)
+        if self._recorder.measure(trainer, pl_module, self._ranks, step, due=due, validates=validates):
+            self._measured_at = trainer.global_step
 
     # ---- checkpoints ----
 

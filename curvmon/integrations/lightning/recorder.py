@@ -137,8 +137,10 @@ class Recorder:
         due: bool = True,
         ends: bool = False,
         validates: bool = True,
-    ) -> None:
-        """Vital signs, and a measurement if it is due and the budget has one. Called by all ranks together.
+    ) -> bool:
+        """Vital signs, and a measurement if it is due and the budget has one; whether anything was recorded.
+
+        Called by all ranks together.
 
         Args:
             trainer: whose loggers and `callback_metrics` get the values.
@@ -159,7 +161,7 @@ class Recorder:
             self._skipped_last = plan.skips
         if plan.skips and not (validates or ranks.broadcast(self.budget.affords_vital_signs)):
             self.budget.skip()
-            return
+            return False
         with_sharpness: bool = ranks.broadcast(plan.skips and self.budget.affords_sharpness)
         with self.budget.taking_vital_signs(with_sharpness):
             signs = self.runner.vital_signs(
@@ -178,7 +180,7 @@ class Recorder:
             if reason is not None:
                 self.warn(f"not measured: {reason}; training goes on", "diverged")
             self._record(trainer, pl_module, ranks, snapshot, reason)
-            return
+            return True
         last = self.history.last_full
         with self.budget.measuring(), progress(trainer, None if last is None else last.hvps) as on_product:
             outcome = self.runner.run(
@@ -201,6 +203,7 @@ class Recorder:
         self._record(trainer, pl_module, ranks, snapshot, reason, self.budget.last_seconds)
         if self.report.schedule.due:
             self._draw(trainer)
+        return True
 
     def _record(
         self,

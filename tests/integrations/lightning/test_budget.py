@@ -79,9 +79,8 @@ def test_a_measurement_that_does_not_fit_takes_fewer_products(caplog: pytest.Log
     planned, skipped, done = said[-3:]
     assert planned.startswith("curvmon: 3 layers") and skipped.startswith("curvmon: vital signs only at step 4: full ")
     assert done.startswith("curvmon: measured 2 of 4 in full, 4 vital signs, 0 alerts, overhead ")
-    assert done.endswith(
-        f" % ({run.spent:.0f} s; the limit is 0 % and {1.75 * full.seconds:g} s, and the first and the last measurement)"
-    )
+    limit = f"the limit is 0 % and {1.75 * full.seconds:g} s, and the first and the last measurement"
+    assert done.endswith(f" % ({run.spent:.0f} s; {limit})")
 
 
 def test_short_runs_are_measured_in_full() -> None:
