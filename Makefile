@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test test-fast demo screenshots docs bench bench-all bench-packages bench-measurement bench-spectrum bench-alerts lint format types check clean
+.PHONY: test test-fast demo screenshots docs bench bench-all bench-packages bench-measurement bench-spectrum bench-alerts bench-new-user lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
@@ -52,6 +52,10 @@ bench-packages: $(READY)
 bench-alerts: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps river
 	$(BIN)/python -m benchmarks.alerts --write docs/alerts-table.md
+
+# six projects with CurvatureMonitor() and no arguments, half an hour on an idle core; DATA=cifar10_subset.npz for images
+bench-new-user: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.new_user $(if $(DATA),--data $(DATA)) --seeds 2 --write docs/new-user-table.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -139,20 +140,92 @@ def run(project: str, seed: int, budget: str, data: Path | None) -> dict[str, An
 
 def kept(project: str, seed: int, budget: str, data: Path | None) -> dict[str, Any]:
     """The result of a process of its own, or of an earlier one at this commit."""
-    name = f"{project.split(',')[0].split()[0]}-{project.split()[-1]}".replace("/", "")
+    name = "".join(letter for letter in project if letter.isalnum())
     path = KEPT / commit() / f"{name}-{seed}-{budget}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "benchmarks.new_user", "--one", project, "--budget", budget]
         command += ["--seed", str(seed), "--out", str(path)] + ([] if data is None else ["--data", str(data)])
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         path.with_suffix(".log").write_text(done.stdout + done.stderr)
         if done.returncode:
             raise RuntimeError(f"{project} failed:\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(path.read_text())
     return result
+
+
+# ---- the page ----
+
+
+def quarters(result: dict[str, Any]) -> list[int]:
+    """Measurements after the first step in each quarter of the run."""
+    counts = [0] * 4
+    for snapshot in result["snapshots"]:
+        if snapshot["full"] and snapshot["at"]:
+            counts[min(3, math.ceil(4 * snapshot["at"] - 1e-9) - 1)] += 1
+    return counts
+
+
+def watched(result: dict[str, Any]) -> str:
+    """What was measured of a run, and where."""
+    snapshots = result["snapshots"]
+    first = sum(s["full"] for s in snapshots if not s["at"])
+    last = "yes" if snapshots[-1]["full"] else "**no**"
+    vital = f"{sum(s['vital'] for s in snapshots)} of {len(snapshots)}"
+    return f"{vital} | {first} + {' + '.join(map(str, quarters(result)))} | {last}"
+
+
+def allowed(result: dict[str, Any]) -> float:
+    """Seconds: 5 % of the training and the free seconds; without any, the first and the last measurement."""
+    full = [s["seconds"] for s in result["snapshots"] if s["full"]]
+    extra = FREE_SECONDS if result["budget"] == "default" else full[0] + full[-1]
+    return extra + PROMISED * (result["seconds"] - result["hooks"])
+
+
+def row(result: dict[str, Any], plain: dict[str, Any]) -> str:
+    training, cpu = result["seconds"] - result["hooks"], result["cpu"] - result["hooks_cpu"]
+    same = "yes" if result["weights"] == plain["weights"] and result["val"] == plain["val"] else "**no**"
+    return (
+        f"| {result['project']} | {result['seed']} | {training:.0f} s, {result['steps']} steps | {watched(result)} | "
+        f"{result['hooks']:.1f} s of {allowed(result):.1f} s | {result['hooks'] / training:.1%} | "
+        f"{result['hooks_cpu'] / cpu:.1%} | {same} | {len(result['alerts'])} |"
+    )
+
+
+HEADER = (
+    "| project | seed | training | vital signs | full: before the first step + in the quarters | at the end | "
+    "in hooks, of allowed | of the training | of its processor time | same weights | alerts |"
+)
+
+
+def page(results: dict[tuple[str, int, str], dict[str, Any]], data: Path | None) -> str:
+    images = "digits of scikit-learn" if data is None else "a part of CIFAR-10 (3,540 images)"
+    lines = [
+        "# What a new user gets",
+        "",
+        f"{measured_on('new_user')} Images: {images}.",
+        "",
+        "Six projects with `CurvatureMonitor()` and no arguments. All hooks are timed from outside. Allowed: 5 % of "
+        "the training time and 30 free seconds. The machine is shared, so that seconds vary; shares are within one run.",
+        "",
+        HEADER,
+        "|---" * 11 + "|",
+    ]
+    of = {budget: [key for key in results if key[2] == budget] for budget in BUDGETS}
+    lines += [row(results[key], results[(*key[:2], "none")]) for key in of["default"]]
+    lines += ["", "Without free seconds. Allowed: 5 %, and the first and the last measurement.", ""]
+    lines += [HEADER, "|---" * 11 + "|"]
+    lines += [row(results[key], results[(*key[:2], "none")]) for key in of["tight"]]
+    lines += ["", "What the runs say (the first seed, default budget):", "", "```"]
+    for key in of["default"]:
+        result = results[key]
+        if key[1] == 0:
+            lines += [f"{key[0]}:", *(f"  {line}" for line in result["lines"] + result["warnings"])]
+    lines += ["```", ""]
+    texts = [f"- {key[0]}, seed {key[1]}, {key[2]}: {text}" for key, r in results.items() for text in r["alerts"]]
+    lines += ["Alerts:", "", *texts] if texts else ["No run raised an alert."]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -169,6 +242,14 @@ def main() -> None:
         text = json.dumps(run(options.one, options.seed, options.budget, options.data), indent=1)
         print(text) if options.out is None else options.out.write_text(text)
         return
+    results = {}
+    for budget in ("default", "none", "tight"):
+        for seed in range(options.seeds):
+            for project in PROJECTS:
+                results[project, seed, budget] = kept(project, seed, budget, options.data)
+                print(f"{project}, seed {seed}, {BUDGETS[budget]}", flush=True)
+    text = page(results, options.data)
+    print(text) if options.write is None else options.write.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """When a run is measured, and with how many HVPs, if n more full measurements fit into its budget.
 
     cost(share) = FIXED_COST + (1 - FIXED_COST) · share             in full measurements
-    one in every (1 - last) / (1 + (n - cost of the last one) / cost) of the run, and the last one in any case
+    one in every (1 - last) / ⌊n / cost⌋ of the run, and the last one in any case
 
 A smaller share is planned where n is too small for a full one in every quarter of the run. No clock, no seconds.
 """
@@ -118,5 +118,4 @@ def _evenly(n: float, position: Position) -> Plan:
 
 def _spacing(n: float, position: Position) -> float:
     """Progress from one measurement to the next."""
-    before_last = max(0.0, n - SMALLEST.cost)
-    return (1 - position.full) / (1 + before_last / _evenly(n, position).cost)
+    return (1 - position.full) / max(1, math.floor(n / _evenly(n, position).cost + ROUNDING))
