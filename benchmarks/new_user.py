@@ -207,7 +207,7 @@ def page(results: dict[tuple[str, int, str], dict[str, Any]], data: Path | None)
         f"{measured_on('new_user')} Images: {images}.",
         "",
         "Six projects with `CurvatureMonitor()` and no arguments. All hooks are timed from outside. Allowed: 5 % of "
-        "the training time and 30 free seconds. The machine is shared, so that seconds vary; shares are within one run.",
+        "the training time and 30 free seconds. The machine is shared: seconds vary, shares are within one run.",
         "",
         HEADER,
         "|---" * 11 + "|",

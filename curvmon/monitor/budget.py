@@ -29,7 +29,7 @@ VITAL_SHARE = 0.005
 VITAL_COST = 0.1
 """of their HVPs, in full measurements, until they have been timed"""
 FULL_PASSES = 100
-"""of the probe batch, forward and backward, that a full measurement takes at the beginning of a run"""
+"""of the probe batch, forward and backward, that a full measurement takes before the first step"""
 FORWARD_PASSES = 3
 """that take as long as one forward and backward pass"""
 
@@ -84,7 +84,7 @@ class Budget:
         self._is_timed = False
         """it is not an estimate of `expect`"""
         self._expected = 0.0
-        """training seconds of the whole run, before they can be told from its progress"""
+        """training seconds of the whole run, before they follow from its progress"""
         self._vital_cost = 0.0
         """duration of the last vital signs without HVPs"""
         self._sharpness_seconds: float | None = None
