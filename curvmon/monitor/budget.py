@@ -226,7 +226,7 @@ class Budget:
     def update_estimate(self, plan: Plan) -> None:
         """The last measurement succeeded with this plan. The duration of a failed one says nothing about the next."""
         self._position = replace(self._position, full=self._position.at)
-        full = self.last_seconds / plan.cost
+        full = self.last_seconds / (plan.cost if self._is_timed else plan.first_cost)
         # weight 1/2 for the newest: batch and probes stay the same, but the machine may be busy
         self._full_seconds = (self._full_seconds + full) / 2 if self._is_timed and self._full_seconds else full
         self._is_timed = True

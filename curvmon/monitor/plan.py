@@ -17,6 +17,8 @@ MIN_SHARE = 0.25
 """smallest share of the HVPs of a full measurement; with fewer, standard errors would be too large to be useful"""
 FIXED_COST = 0.3
 """of the time of a full measurement is not spent on HVPs that a smaller one saves"""
+FIRST_FIXED_COST, FIRST_COST = 0.7, 0.35
+"""the same for the first measurement"""
 ROUNDING = 1e-9
 
 
@@ -34,6 +36,11 @@ class Plan:
     def cost(self) -> float:
         """In full measurements."""
         return FIXED_COST + (1 - FIXED_COST) * self.share if self.share else 0.0
+
+    @property
+    def first_cost(self) -> float:
+        """Of the first measurement, in later full ones: it starts from nothing, and has everything in it."""
+        return FIRST_FIXED_COST + FIRST_COST * self.share
 
     @classmethod
     def costing(cls, cost: float) -> Plan:

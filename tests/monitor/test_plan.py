@@ -125,7 +125,7 @@ def test_the_estimate_gives_way_to_the_first_duration() -> None:
     assert budget.state_dict()["full_seconds"] is None
     plan = budget.plan()
     with budget.measuring():
-        clock.advance(plan.cost * 2.0)
+        clock.advance(plan.first_cost * 2.0)
     budget.update_estimate(plan)
     assert budget.state_dict()["full_seconds"] == pytest.approx(2.0, abs=1e-4)
 

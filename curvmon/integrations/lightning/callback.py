@@ -45,14 +45,14 @@ class CurvatureMonitor(CallbackBase):
     Args:
         nodes: submodule names or glob patterns, as in `curvmon.measure`; None chooses five to eight blocks.
         metrics: which of resonance, coupling, stable_rank, gn_gap to log; [] measures no pairs.
-        eigenvalues: how many of the largest; 0 for none.
+        eigenvalues: how many of the largest; 0 for none. `metrics=[], eigenvalues=1` measures λ_1 and nothing else.
         probe_size: samples in the probe batch, which is captured once and stays the same for the whole run.
         probe_batches: number of probe batches; several are measured one by one and averaged.
         data: "val" or "train": where the probe batch comes from. It is the first training batch if there is no
             validation, if the first measurement comes before any validation batch, or if training_step does not accept
             a validation batch.
         every_n_validations: measure at every n-th validation (every n-th epoch if there is no validation).
-        every_n_train_steps: also every n optimizer steps.
+        every_n_train_steps: also every n optimizer steps; vital signs alone only as far as they cost next to nothing.
         initial: also before the first optimizer step. Skipped if Lightning's sanity check has run on fewer than half of
             the samples of a probe batch, or if modules are still lazy.
         loss: `loss(module, batch)` returns a scalar tensor; None: training_step in eval mode, without its logging.
