@@ -17,7 +17,7 @@ MIN_SHARE = 0.25
 """smallest share of the HVPs of a full measurement; with fewer, standard errors would be too large to be useful"""
 FIXED_COST = 0.3
 """of the time of a full measurement is not spent on HVPs that a smaller one saves"""
-FIRST_FIXED_COST, FIRST_COST = 0.7, 0.35
+FIRST_FIXED_COST = 0.7
 """the same for the first measurement"""
 ROUNDING = 1e-9
 
@@ -40,7 +40,7 @@ class Plan:
     @property
     def first_cost(self) -> float:
         """Of the first measurement, in later full ones: it starts from nothing, and has everything in it."""
-        return FIRST_FIXED_COST + FIRST_COST * self.share
+        return FIRST_FIXED_COST + (1 - FIRST_FIXED_COST) * self.share
 
     @classmethod
     def costing(cls, cost: float) -> Plan:
