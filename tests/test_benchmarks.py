@@ -10,6 +10,7 @@ import pytest
 from benchmarks.accuracy import between_markers
 from benchmarks.all import DOCS, TABLES, joined
 from benchmarks.header import VARIABLE, cached, commit, measured_on
+from benchmarks.new_user import Stopwatch, quarters
 from benchmarks.tolerances import Attempt, loosest_of
 
 LADDER = [0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002, 0.0001]
@@ -64,3 +65,17 @@ def test_parts_of_a_run_share_commit_and_networks(tmp_path: Path, monkeypatch: p
     assert cached("network", lambda: [1.0]) == cached("network", lambda: [2.0]) == [1.0]
     monkeypatch.delenv(VARIABLE)
     assert cached("network", lambda: [2.0]) == [2.0]
+
+
+def test_quarters_of_a_run() -> None:
+    """The measurement before the first step belongs to none; those at the end of a quarter to that one."""
+    at = [0.0, 0.25, 0.26, 0.5, 0.75, 0.76, 1.0]
+    assert quarters({"snapshots": [{"at": place, "full": True} for place in at]}) == [1, 2, 1, 2]
+    assert quarters({"snapshots": [{"at": place, "full": False} for place in at]}) == [0, 0, 0, 0]
+
+
+def test_time_in_hooks_is_counted_once() -> None:
+    watch = Stopwatch()
+    inner = watch.around(lambda: watch.seconds)
+    assert watch.around(inner)() == 0.0  # still within the outer call
+    assert watch.seconds == watch.longest > 0.0

@@ -72,7 +72,7 @@ class Position:
     def ends_quarter(self) -> bool:
         """The last chance for a measurement in this quarter of the run, which has none."""
         end = math.ceil(QUARTERS * self.at - ROUNDING) / QUARTERS
-        return self.full <= end - 1 / QUARTERS + ROUNDING and self.at + self.interval / 2 >= end
+        return self.full <= end - 1 / QUARTERS + ROUNDING and self.at + self.interval > end + ROUNDING
 
     def moved(self, progress: float | None) -> Position:
         """The run has got this far; None: its end is not known."""
@@ -125,4 +125,5 @@ def _evenly(n: float, position: Position) -> Plan:
 
 def _spacing(n: float, position: Position) -> float:
     """Progress from one measurement to the next."""
-    return (1 - position.full) / max(1, math.floor(n / _evenly(n, position).cost + ROUNDING))
+    count = n / _evenly(n, position).cost
+    return (1 - position.full) / max(1, math.floor(count + ROUNDING) if math.isfinite(count) else count)

@@ -81,10 +81,10 @@ class Finished:
     @property
     def quarters(self) -> list[int]:
         """Measurements in each quarter of the steps of the run, without the one before the first step."""
-        last, counts = max(s.step for s in self.snapshots), [0] * 4
+        steps, counts = self.trainer.fit_loop.epoch_loop._batches_that_stepped, [0] * 4
         for snapshot in self.snapshots:
             if snapshot.is_full and snapshot.step:
-                counts[min(3, 4 * snapshot.step // (last + 1))] += 1
+                counts[min(3, 4 * snapshot.step // steps)] += 1
         return counts
 
 

@@ -25,7 +25,7 @@ from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import RESPONSES, Failure
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner, Target
-from curvmon.monitor.plan import FULL, SKIP, Plan
+from curvmon.monitor.plan import SKIP, Plan
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.vital_signs import PROBE_LOSS
 from curvmon.records import Alert, Snapshot
@@ -156,7 +156,7 @@ class Recorder:
         if due:
             self.budget.reach(1.0 if ends else progress_of(trainer))
         is_first = due and self.budget.plans_first
-        plan: Plan = ranks.broadcast((FULL if is_first else self.budget.plan()) if due else SKIP)
+        plan: Plan = ranks.broadcast(self.budget.plan() if due else SKIP)
         if due:
             self._skipped_last = plan.skips
         if plan.skips and not (validates or ranks.broadcast(self.budget.affords_vital_signs)):
