@@ -238,14 +238,11 @@ def page(results: Results, data: Path | None, cpu: bool) -> str:
         "",
         *table(results, "default"),
         "",
-        "Without free seconds. Allowed: 5 %, and the first and the last measurement.",
-        "",
-        *table(results, "tight"),
-        "",
-        "What the runs say (first seed):",
-        "",
-        "```",
     ]
+    if any(budget == "tight" for _, _, budget in results):
+        lines += ["Without free seconds. Allowed: 5 %, and the first and the last measurement.", ""]
+        lines += [*table(results, "tight"), ""]
+    lines += ["What the runs say (first seed):", "", "```"]
     for (project, seed, budget), result in results.items():
         if seed == 0 and budget == "default":
             lines += [f"{project}:", *(f"  {line}" for line in result["lines"] + result["warnings"])]

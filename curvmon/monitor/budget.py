@@ -89,6 +89,8 @@ class Budget:
         """duration of the last vital signs without HVPs"""
         self._sharpness_seconds: float | None = None
         """duration of the last vital signs with HVPs"""
+        self._report_seconds = 0.0
+        """longest report, with pictures; the last measurement has some, too"""
         self._position = Position()
         self._origin = Origin()
 
@@ -165,7 +167,7 @@ class Budget:
         return math.inf if left > 0 or not self._has_measured else 0.0
 
     def _seconds_left(self) -> float:
-        """For measuring, after the vital signs of the rest of the run."""
+        """For measuring, after the vital signs of the rest of the run and the pictures at its end."""
         assert self.max_overhead is not None
         trained, free, position, origin = self.trained, self.free_seconds, self._position, self._origin
         vital, done = 0.0, position.at - origin.at
@@ -177,7 +179,7 @@ class Budget:
             vital = rest * (self.vital_seconds - origin.vital)
         elif not self._has_measured:
             trained = max(trained, self._expected)
-        return free + self.max_overhead * trained - self.measured - vital
+        return free + self.max_overhead * trained - self.measured - vital - self._report_seconds
 
     @property
     def affords_vital_signs(self) -> bool:
@@ -206,7 +208,7 @@ class Budget:
     def measuring(self) -> Iterator[None]:
         """Times a measurement, also one that fails."""
         before, self._has_measured = self.measured, True
-        with self.reporting():
+        with self._spending():
             yield
         self.last_seconds = self.measured - before
 
@@ -214,7 +216,7 @@ class Budget:
     def taking_vital_signs(self, with_sharpness: bool) -> Iterator[None]:
         """Times vital signs."""
         before = self.measured
-        with self.reporting():
+        with self._spending():
             yield
         seconds = self.measured - before
         self.vital_seconds += seconds
@@ -234,6 +236,13 @@ class Budget:
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Times alerts, figures and logging: part of the overhead, but not of a measurement's own cost."""
+        before = self.measured
+        with self._spending():
+            yield
+        self._report_seconds = max(self._report_seconds, self.measured - before)
+
+    @contextmanager
+    def _spending(self) -> Iterator[None]:
         started = self._clock()
         try:
             yield
@@ -247,6 +256,7 @@ class Budget:
             "skipped": self.skipped,
             "full_seconds": self._full_seconds if self._is_timed else None,
             "has_measured": self._has_measured,
+            "report_seconds": self._report_seconds,
             "vital_seconds": self.vital_seconds,
             "sharpness_seconds": self._sharpness_seconds,
             "position": asdict(self._position),
@@ -258,4 +268,4 @@ class Budget:
         self.vital_seconds, self._sharpness_seconds = state["vital_seconds"], state["sharpness_seconds"]
         self._position = Position(**state["position"])
         self._is_timed = self._full_seconds is not None
-        self._has_measured = state["has_measured"]
+        self._has_measured, self._report_seconds = state["has_measured"], state["report_seconds"]

@@ -196,12 +196,12 @@ def test_without_training_there_is_no_overhead() -> None:
 
 
 def test_reporting_counts_but_is_not_part_of_the_cost_of_a_measurement() -> None:
-    budget, clock = budget_with(0.0, free=10.0)
+    budget, clock = budget_with(0.0, free=14.0)
     spend(budget, clock, 4.0, budget.plan())
     with budget.reporting():
         clock.advance(4.0)
     assert budget.measured == 8.0 and budget.last_seconds == 4.0
-    assert budget.plan() == Plan.costing(2.0 / 4.0)
+    assert budget.plan() == Plan.costing(2.0 / 4.0)  # another four seconds are for the pictures of the last one
     assert budget.trained == 0.0
 
 
