@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test test-fast demo screenshots docs bench bench-all bench-packages bench-measurement bench-spectrum bench-alerts bench-pulse lint format types check clean
+.PHONY: test test-fast demo screenshots docs bench bench-all bench-packages bench-measurement bench-spectrum bench-alerts bench-pulse bench-new-user lint format types check clean
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2
@@ -57,6 +57,10 @@ bench-alerts: $(READY)
 # images.
 bench-pulse: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.pulse $(if $(DATA),--data $(DATA)) --write docs/pulse-table.md
+
+# six projects with CurvatureMonitor() and no arguments, half an hour on an idle core; DATA=cifar10_subset.npz for images
+bench-new-user: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.new_user $(if $(DATA),--data $(DATA)) --seeds 2 --write docs/new-user-table.md
 
 lint: $(READY)
 	$(BIN)/ruff check .

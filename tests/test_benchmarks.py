@@ -13,6 +13,7 @@ from benchmarks import pulse_runs
 from benchmarks.accuracy import between_markers
 from benchmarks.all import DOCS, TABLES, joined
 from benchmarks.header import VARIABLE, cached, commit, measured_on
+from benchmarks.new_user import Stopwatch, quarters
 from benchmarks.pulse import false_warnings, leads, ours, spikes, summary
 from benchmarks.pulse_networks import OPTIMIZERS, REPORTED, TUNED, Family, loss
 from benchmarks.pulse_runs import EVENTS, Recorded, Run, Step
@@ -124,3 +125,17 @@ def test_a_recorded_ramp_is_warned_and_critical_rates_are_critical(
     made = trials(family, optimizer, 5, None)
     assert sum(trial.falls is not False for trial in made) >= 0.8 * len(made)
     assert sum(trial.rises is not False for trial in made) >= 0.8 * len(made)
+
+
+def test_quarters_of_a_run() -> None:
+    """The measurement before the first step belongs to none; those at the end of a quarter to that one."""
+    at = [0.0, 0.25, 0.26, 0.5, 0.75, 0.76, 1.0]
+    assert quarters({"snapshots": [{"at": place, "full": True} for place in at]}) == [1, 2, 1, 2]
+    assert quarters({"snapshots": [{"at": place, "full": False} for place in at]}) == [0, 0, 0, 0]
+
+
+def test_time_in_hooks_is_counted_once() -> None:
+    watch = Stopwatch()
+    inner = watch.around(lambda: watch.seconds)
+    assert watch.around(inner)() == 0.0  # still within the outer call
+    assert watch.seconds == watch.longest > 0.0

@@ -64,11 +64,13 @@ class Request:
     findings: Findings | None = None
     """what earlier measurements found out about the network"""
     on_product: OnProduct | None = None
+    is_first: bool = False
+    """has everything in it, although from fewer HVPs"""
 
     @property
     def max_hvps(self) -> float | None:
         """Limit for the pairs; None: as many as a full measurement takes."""
-        return None if self.share >= 1 or self.full_hvps is None else self.share * self.full_hvps
+        return None if self.share >= 1 else self.share * (self.full_hvps or MAX_PAIR_HVPS)
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
                     start=request.start,
                     findings=request.findings,
                     share=request.share,
+                    complete=request.share >= 1 or request.is_first,
                     pair_hvps=pair_hvps,
                     on_product=request.on_product,
                 )
@@ -235,9 +238,8 @@ class MeasurementRunner:
         """
         original, progress = self.probe.choice(), _Progress(self.parts)
         while True:
-            request = Request(
-                self.settings, progress.parts, (), share, self._full_hvps, self._start, self._findings, on_product
-            )
+            earlier = self._full_hvps, self._start, self._findings
+            request = Request(self.settings, progress.parts, (), share, *earlier, on_product, is_first)
             outcome = self._try(target, request, ranks, warn)
             failure = outcome.failure
             if failure is None or outcome.succeeded:

@@ -8,6 +8,7 @@ computed again on halves of the batches, with the same result, as eigenvalues an
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from curvmon.records import Measurement, Spectrum
 from curvmon.spectrum.eigenvalue_search import Accuracy
 from curvmon.spectrum.findings import Findings
 from curvmon.spectrum.spectrum import layerwise_if_possible, run_spectrum
+from curvmon.spectrum.stability_limit import stability_limit
 from curvmon.spectrum.trace import COARSE
 
 Loss = Callable[[Any, Any], Tensor]
@@ -89,6 +91,7 @@ def measure_spectrum(
     start: Tensor | None = None,
     findings: Findings | None = None,
     share: float = 1.0,
+    complete: bool = True,
     pair_hvps: int = MAX_PAIR_HVPS,
     on_product: OnProduct | None = None,
 ) -> tuple[Spectrum, Tensor]:
@@ -96,6 +99,7 @@ def measure_spectrum(
 
     The first row is for another spectrum, the second, the leading eigenvector, for the largest eigenvalue alone.
 
+    `complete`: also the trace and Gauss-Newton's eigenvalue.
     `pair_hvps`: what the pairs took, or may take in another process; both together take at most MAX_HVPS.
     `findings`: what earlier measurements found out about the network; is added to. A start vector that does not fit
     (layers were frozen or unfrozen) or has no direction is ignored.
@@ -107,6 +111,11 @@ def measure_spectrum(
     if start is not None and not 0 < torch.linalg.vector_norm(start).item() < float("inf"):
         start = None
 
+    only_sharpness = settings.only_sharpness
+    if only_sharpness and optimizer is not None:
+        rule = stability_limit(optimizer)
+        if rule.preconditioner is not None and rule.common is None:
+            optimizer = None  # its sharpness is another one, and takes HVPs of its own
     findings = Findings() if findings is None else findings
     findings.belong_to(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     spent = 0
@@ -145,8 +154,8 @@ def measure_spectrum(
             parts,
             loss=loss,
             k=settings.eigenvalues,
-            ggn=share >= 1,
-            trace=share >= 1,
+            ggn=complete and not only_sharpness,
+            trace=complete and not only_sharpness,
             density=False,
             start=start,
             seed=settings.seed,
@@ -155,7 +164,7 @@ def measure_spectrum(
             accuracy=ACCURACY,
             max_hvps=max(settings.eigenvalues + 5, limit - spent),
             verify=False,
-            smallest=True,
+            smallest=not only_sharpness,
             effort=COARSE,
             findings=findings,
             kind=kind,
@@ -164,11 +173,25 @@ def measure_spectrum(
         )
 
     result = _in_parts(list(batches), search)
-    if share < 1:
+    if only_sharpness:
+        return only_first(result), torch.stack([result.eigenvectors[:, 0].cpu()] * 2)
+    if not complete:
         result = replace(result, notes=(*result.notes, "trace and Gauss-Newton eigenvalue skipped to save time"))
     # on the CPU: until the next measurement, training needs the memory of the device
     starts = torch.stack([result.start_vector().cpu(), result.eigenvectors[:, 0].cpu()])
     return result.without_vectors(), starts
+
+
+def only_first(result: Spectrum) -> Spectrum:
+    """λ_1 alone: what the search shows of the smallest eigenvalue is no measurement of it."""
+    note = "λ_1 alone was searched: no smallest eigenvalue, trace and Gauss-Newton eigenvalue"
+    return replace(
+        result.without_vectors(),
+        smallest=math.nan,
+        smallest_residual=math.nan,
+        smallest_converged=False,
+        notes=(*result.notes, note),
+    )
 
 
 def look_at_few_samples(model: nn.Module, batch: Any, loss: Loss, findings: Findings, seed: int) -> None:

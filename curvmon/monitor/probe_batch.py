@@ -48,6 +48,7 @@ class ProbeBatch:
         self._choice = Choice(preferred)
         self._collectors = {source: Collector(size, count) for source in ("val", "train")}
         self._saved: dict[str, Any] | None = None
+        self._training_samples: int | None = None
         self.capture_error: str | None = None
 
     @property
@@ -58,6 +59,8 @@ class ProbeBatch:
         """Keep a copy of a batch. If that fails, training is not affected."""
         if self._choice.batches is None and (source == "train" or self._choice.preferred == "val"):
             try:
+                if source == "train":
+                    self._training_samples = sample_count(batch)
                 self._collectors[source].add(batch)
             except Exception as error:
                 self.capture_error = f"{type(error).__name__}: {error}"
@@ -108,6 +111,11 @@ class ProbeBatch:
             return ""
         kind = "validation" if self._choice.source == "val" else "training"
         return f"{sum(size or 0 for size in sizes)} {kind} samples"
+
+    @property
+    def training_batch(self) -> float:
+        """Samples of a training batch, in probe batches; 1 where their number is not known."""
+        return 1.0 if self._training_samples is None else self._training_samples / (self._size * self._count)
 
     def choice(self) -> Choice:
         """For `restore`, if a measurement fails."""

@@ -34,6 +34,11 @@ class Settings:
     eigenvalues: int = 5
     seed: int = 0
 
+    @property
+    def only_sharpness(self) -> bool:
+        """λ_1 and nothing that takes HVPs of its own."""
+        return not self.pairs and self.eigenvalues == 1
+
 
 def check_settings(
     *,

@@ -281,7 +281,9 @@ def spectrum_over_time(
         axis.plot(
             steps, limits, f"{'_' if len(steps) == 1 else ''}--", color="black", linewidth=1, label="stability limit"
         )
-    axis.plot(steps, [spectrum.smallest for spectrum in spectra], f"{mark}-", color=PALETTE[3], label="smallest")
+    smallest = [spectrum.smallest for spectrum in spectra]
+    if any(math.isfinite(value) for value in smallest):
+        axis.plot(steps, smallest, f"{mark}-", color=PALETTE[3], label="smallest")
     for place, step in enumerate(sorted({step for step in alerts if step >= steps[0]})):
         axis.axvline(step, color=PALETTE[1], linestyle=":", linewidth=1.5, label=None if place else "alert", zorder=1)
     _scale(axis, tops[0], limits)

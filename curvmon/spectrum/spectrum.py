@@ -279,19 +279,20 @@ def _compare_with_limit(
     if math.isnan(rule.limit):
         return math.nan, math.nan, rule.reason
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if all(id(p) in updated for p in operator.originals) and rule.preconditioner is None:
-        return rule.limit, pairs.values[0].item() / rule.limit, rule.reason
+    if all(id(p) in updated for p in operator.originals) and (rule.preconditioner is None or rule.common):
+        rate, decay = rule.common or (1.0, 0.0)
+        return rule.limit, rate * (pairs.values[0].item() + decay) / rule.limit, rule.reason
     # a parameter that the optimizer does not update cannot make it unstable
     weights = rule.preconditioner or {p: torch.ones_like(p) for p in operator.originals if id(p) in updated}
     root = operator.flat(weights, math.inf).rsqrt().unsqueeze(1)
     if not root.any():
         return rule.limit, math.nan, "the optimizer updates none of these parameters"
-    decay = operator.flat(rule.decay, 0.0).unsqueeze(1)
+    shift = operator.flat(rule.decay, 0.0).unsqueeze(1)
     first = pairs.vectors[0].unsqueeze(1)
     start = torch.where(root > 0, first / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
 
     def preconditioned(z: Tensor) -> Tensor:
-        return root * (operator.unchecked(root * z) + decay * root * z)
+        return root * (operator.unchecked(root * z) + shift * root * z)
 
     top, converged = search.largest(preconditioned, start.squeeze(1))
     return rule.limit, top / rule.limit, rule.reason + ("" if converged else " (its eigenvalue has not converged)")

@@ -38,12 +38,15 @@ class StabilityLimit:
         reason: the formula, or why there is none.
         preconditioner: the diagonal of P for each parameter that the optimizer updates, in its shape.
         decay: what weight decay adds to the diagonal of H, for each parameter that has it.
+        common: learning rate η and weight decay, if both are the same for all parameters and there is no other
+            preconditioner: then λ_1 of P^-1/2 (H + decay) P^-1/2 is η (λ_1 + decay), without an HVP.
     """
 
     limit: float
     reason: str
     preconditioner: Mapping[Tensor, Tensor] | None = field(default=None, repr=False)
     decay: Mapping[Tensor, Tensor] = field(default_factory=dict, repr=False)
+    common: tuple[float, float] | None = None
 
 
 def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
@@ -109,7 +112,11 @@ def stability_limit(optimizer: torch.optim.Optimizer) -> StabilityLimit:
     all_updated = len(scales) == sum(len(group["params"]) for group in optimizer.param_groups)
     if kind == "SGD" and len(rates) == 1 and not decays and all_updated:
         return StabilityLimit(factor / rates.pop(), reason)
-    return StabilityLimit(factor, f"{reason}, of the Hessian preconditioned by the optimizer", scales, decays)
+    common = None
+    if kind == "SGD" and len(rates) == 1 and all_updated:
+        own = {float(group["weight_decay"]) for group in optimizer.param_groups if group["params"]}
+        common = (rates.pop(), own.pop()) if len(own) == 1 else None
+    return StabilityLimit(factor, f"{reason}, of the Hessian preconditioned by the optimizer", scales, decays, common)
 
 
 def _idle(scales: Mapping[Tensor, Tensor]) -> list[Tensor]:

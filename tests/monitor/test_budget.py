@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from curvmon.monitor.budget import FREE_SECONDS, MIN_SHARE, Budget, Plan
+from curvmon.monitor.budget import FREE_SECONDS, Budget
+from curvmon.monitor.plan import MIN_SHARE, SMALLEST, Plan
 from tests.helpers.fake_clock import FakeClock
 
 Costs = Callable[[random.Random], float]
@@ -34,7 +35,7 @@ def spend(budget: Budget, clock: FakeClock, seconds: float, plan: Plan) -> float
 def simulate(
     budget: Budget, clock: FakeClock, cost: Costs, *, validations: int = 1000, interval: float = 10.0, seed: int = 0
 ) -> Any:
-    """Training, and at every validation a measurement, a full one at `cost` seconds, a smaller one at its share."""
+    """Training, and at every validation a measurement, a full one at `cost` seconds, a smaller one at its plan's."""
     generator, trained, costs, shares = random.Random(seed), 0.0, [], []
     for _ in range(validations):
         trained += clock.advance(interval * generator.uniform(0.5, 1.5))
@@ -43,7 +44,7 @@ def simulate(
         if plan.skips:
             budget.skip()
         else:
-            costs.append(spend(budget, clock, plan.share * cost(generator), plan))
+            costs.append(spend(budget, clock, plan.cost * cost(generator), plan))
     return SimpleNamespace(trained=trained, costs=costs, shares=shares, spent=sum(costs))
 
 
@@ -79,7 +80,7 @@ def test_overhead_is_bounded_at_every_moment() -> None:
         trained += clock.advance(generator.expovariate(0.2))
         plan = budget.plan()
         if not plan.skips:
-            cost = spend(budget, clock, plan.share * generator.lognormvariate(0.0, 1.5), plan)
+            cost = spend(budget, clock, plan.cost * generator.lognormvariate(0.0, 1.5), plan)
             largest = max(largest, cost)
         assert budget.measured <= 3.0 + 0.05 * trained + largest
 
@@ -103,24 +104,22 @@ def test_the_free_seconds_come_first() -> None:
         plan = budget.plan()
         shares.append(plan.share)
         if not plan.skips:
-            spend(budget, clock, 4.0 * plan.share, plan)
-    # 4 + 4, then half of one with the two seconds left, then nothing
-    assert shares == [1.0, 1.0, 0.5, 0.0, 0.0, 0.0]
-    assert budget.measured == 10.0
+            spend(budget, clock, 4.0 * plan.cost, plan)
+    # 4 + 4, then a smaller one with the two seconds left, then nothing
+    assert shares == [1.0, 1.0, pytest.approx(2 / 7), 0.0, 0.0, 0.0]
+    assert budget.measured == pytest.approx(10.0, abs=1e-5)
 
 
-def test_less_than_a_quarter_is_skipped_until_one_fits() -> None:
+def test_the_smallest_is_skipped_until_it_fits() -> None:
     budget, clock = budget_with(0.1, free=0.0)
     spend(budget, clock, 8.0, budget.plan())  # the cost is not known yet
     clock.advance(80.0)
     assert budget.plan().skips  # 8 seconds allowed, all of them spent
-    clock.advance(19.0)
-    assert budget.plan().skips  # 1.9 are less than a quarter of 8
-    clock.advance(1.0)
-    assert budget.plan().share == 0.25
-    clock.advance(40.0)
-    assert budget.plan().share == 0.75
-    clock.advance(20.0)
+    clock.advance(8.0 / 0.1 * SMALLEST.cost - 1.0)
+    assert budget.plan().skips
+    clock.advance(1.5)
+    assert budget.plan().share == pytest.approx(MIN_SHARE, abs=0.01)
+    clock.advance(80.0 - 8.0 / 0.1 * SMALLEST.cost)
     assert budget.plan().share == 1.0
 
 
@@ -160,7 +159,10 @@ def test_failed_measurements_leave_the_estimate_unchanged() -> None:
         with budget.measuring():
             clock.advance(0.125)
     assert budget.measured == 9.0
-    assert budget.plan().share == 3.0 / 8.0
+    # three seconds are left: too few for the smallest one if a full one takes 8
+    assert budget.plan().skips
+    budget.free_seconds += 1.0
+    assert budget.plan() == Plan.costing(4.0 / 8.0)
 
 
 def test_overhead_is_bounded_if_every_measurement_fails() -> None:
@@ -194,12 +196,12 @@ def test_without_training_there_is_no_overhead() -> None:
 
 
 def test_reporting_counts_but_is_not_part_of_the_cost_of_a_measurement() -> None:
-    budget, clock = budget_with(0.0, free=10.0)
+    budget, clock = budget_with(0.0, free=14.0)
     spend(budget, clock, 4.0, budget.plan())
     with budget.reporting():
         clock.advance(4.0)
     assert budget.measured == 8.0 and budget.last_seconds == 4.0
-    assert budget.plan().share == 0.5  # of 4 seconds
+    assert budget.plan() == Plan.costing(2.0 / 4.0)  # another four seconds are for the pictures of the last one
     assert budget.trained == 0.0
 
 
@@ -229,7 +231,7 @@ def whole_run(
         plan = budget.plan()
         shares.append(plan.share)
         if not plan.skips:
-            spend(budget, clock, plan.share * cost, plan)
+            spend(budget, clock, plan.cost * cost, plan)
     return shares
 
 
@@ -271,7 +273,7 @@ def test_a_run_that_is_resumed_and_extended_is_planned_anew() -> None:
         plan = budget.plan()
         shares.append(plan.share)
         if not plan.skips:
-            spend(budget, clock, plan.share * 5.0, plan)
+            spend(budget, clock, plan.cost * 5.0, plan)
     assert shares[-1] > 0 and sum(share > 0 for share in shares[:10]) >= 1
 
 

@@ -17,6 +17,7 @@ from curvmon.errors import DivergedError, DoubleBackwardError, InputError, LossE
 from curvmon.isolation.collectives import CollectiveError
 from curvmon.monitor.fallbacks import MAX_MESSAGE, RESPONSES, ErrorKind, Failure, classify, describe
 from curvmon.monitor.measurement import MeasurementRunner, Outcome, Request, Target, attempt
+from curvmon.monitor.pairs_and_spectrum import MAX_PAIR_HVPS
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.settings import Settings
@@ -370,7 +371,9 @@ def test_an_attempt_measures_the_requested_parts(calls: Any) -> None:
     assert [name for name, _ in calls] == ["pairs", "spectrum", "pairs", "spectrum"]
 
 
-@pytest.mark.parametrize(("share", "full", "limit"), [(1.0, 80, None), (0.5, None, None), (0.5, 80, 40.0)])
+@pytest.mark.parametrize(
+    ("share", "full", "limit"), [(1.0, 80, None), (0.5, None, 0.5 * MAX_PAIR_HVPS), (0.5, 80, 40.0)]
+)
 def test_a_share_limits_the_hvps(calls: Any, share: float, full: int | None, limit: float | None) -> None:
     attempt(target(), Request(Settings(), BOTH, [VALIDATION], share, full), ALONE)  # type: ignore[arg-type]
     assert calls == [("pairs", limit), ("spectrum", share)]

@@ -48,14 +48,14 @@ class CurvatureMonitor(CallbackBase):
     Args:
         nodes: submodule names or glob patterns, as in `curvmon.measure`; None chooses five to eight blocks.
         metrics: which of resonance, coupling, stable_rank, gn_gap to log; [] measures no pairs.
-        eigenvalues: how many of the largest; 0 for none.
+        eigenvalues: how many of the largest; 0 for none. `metrics=[], eigenvalues=1` measures λ_1 and nothing else.
         probe_size: samples in the probe batch, which is captured once and stays the same for the whole run.
         probe_batches: number of probe batches; several are measured one by one and averaged.
         data: "val" or "train": where the probe batch comes from. It is the first training batch if there is no
             validation, if the first measurement comes before any validation batch, or if training_step does not accept
             a validation batch.
         every_n_validations: measure at every n-th validation (every n-th epoch if there is no validation).
-        every_n_train_steps: also every n optimizer steps.
+        every_n_train_steps: also every n optimizer steps; vital signs alone only as far as they cost next to nothing.
         initial: also before the first optimizer step. Skipped if Lightning's sanity check has run on fewer than half of
             the samples of a probe batch, or if modules are still lazy.
         loss: `loss(module, batch)` returns a scalar tensor; None: training_step in eval mode, without its logging.
@@ -241,6 +241,7 @@ class CurvatureMonitor(CallbackBase):
     ) -> None:
         if not self._active:
             return
+        self._recorder.start_batch(trainer)
         self._recorder.observe_batch("train", batch)
         if self._initial and trainer.global_step == 0 and not len(self._recorder.history) and self._measured_at is None:
             reason = self._why_not_initial(trainer, pl_module)
@@ -281,7 +282,7 @@ class CurvatureMonitor(CallbackBase):
             self._recorder.pulsing.after_batch(trainer, pl_module, self._ranks)
         every, step = self._every_n_train_steps, trainer.global_step
         if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
-            self._measure(trainer, pl_module, step=batches_that_stepped(trainer))
+            self._measure(trainer, pl_module, step=batches_that_stepped(trainer), validates=False)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._active and not trainer.sanity_checking and not ranks_may_skip_validation(trainer, pl_module):
@@ -303,10 +304,12 @@ class CurvatureMonitor(CallbackBase):
         if trainer.global_step != self._measured_at or trainer.global_step == 0:
             self._measure(trainer, pl_module, step=step, due=due)
 
-    def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, due: bool = True) -> None:
+    def _measure(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, due: bool = True, validates: bool = True
+    ) -> None:
         assert self._ranks is not None
-        self._measured_at = trainer.global_step
-        self._recorder.measure(trainer, pl_module, self._ranks, step, due=due)
+        if self._recorder.measure(trainer, pl_module, self._ranks, step, due=due, validates=validates):
+            self._measured_at = trainer.global_step
 
     # ---- checkpoints ----
 

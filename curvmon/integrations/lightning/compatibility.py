@@ -18,7 +18,9 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,9 +142,33 @@ def progress_of(trainer: pl.Trainer) -> float | None:
         shares.append(trainer.global_step / trainer.max_steps)
     batches = trainer.num_training_batches
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and 0 < batches < float("inf"):
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        shares.append((trainer.current_epoch + min(1.0, done / batches)) / trainer.max_epochs)
+        batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        shares.append((trainer.current_epoch + min(1.0, batch.processed / batches)) / trainer.max_epochs)
+    for callback in getattr(trainer, "callbacks", ()):  # Trainer(max_time=...) adds a Timer
+        remaining = callback.time_remaining() if hasattr(callback, "time_remaining") else None
+        if remaining is not None:
+            elapsed = callback.time_elapsed()
+            shares.append(elapsed / max(elapsed + remaining, 1e-9))
     return min(1.0, max(shares)) if shares else None
+
+
+def batches_ahead(trainer: pl.Trainer) -> float | None:
+    """Training batches until the end of the run; None if it is not known, or given as a time."""
+    counts: list[float] = []
+    if trainer.max_steps is not None and trainer.max_steps > 0:
+        counts.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    batches = trainer.num_training_batches
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and batches < float("inf"):
+        counts.append((trainer.max_epochs - trainer.current_epoch) * batches)
+    return min(counts) if counts else None
+
+
+def log_place(logger: Any) -> str:
+    """`TensorBoard in lightning_logs/version_0`: which logger, and where it writes if that is a folder."""
+    name, folder = type(logger).__name__.removesuffix("Logger"), getattr(logger, "log_dir", None)
+    if not isinstance(folder, str):
+        return name
+    return f"{name} in {os.path.relpath(folder) if Path.cwd() in Path(folder).resolve().parents else folder}"
 
 
 def say(trainer: pl.Trainer, text: str) -> None:

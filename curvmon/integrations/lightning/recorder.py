@@ -10,14 +10,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from curvmon.errors import warn
+from curvmon.integrations.lightning import announcements
 from curvmon.integrations.lightning.alerting import Alerting, largest_rate
-from curvmon.integrations.lightning.compatibility import check_nodes, progress_of, say
+from curvmon.integrations.lightning.compatibility import (
+    batches_ahead,
+    check_nodes,
+    has_validation,
+    log_place,
+    progress_of,
+    say,
+)
 from curvmon.integrations.lightning.pulsing import Pulsing
 from curvmon.integrations.lightning.training_step import isolated_step, step_loss
-from curvmon.monitor.budget import Budget, Plan
+from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import RESPONSES, Failure
 from curvmon.monitor.history import History
 from curvmon.monitor.measurement import MeasurementRunner, Target
+from curvmon.monitor.plan import SKIP, Plan
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulses import Pulses
 from curvmon.records import PROBE_LOSS, Alert, Snapshot
@@ -62,7 +71,10 @@ class Recorder:
         self._measures = True
         """False once it is clear that this run cannot be measured: vital signs go on"""
         self._skipped_last = False
+        """the last measurement that was due"""
+        self._is_at_start = False
         self._has_introduced_itself = False
+        self._has_said_skipped = False
         self._warned: set[str] = set()
 
     @property
@@ -84,6 +96,13 @@ class Recorder:
     def start_training(self) -> None:
         self.budget.start_training()
         self.report.schedule.start()
+        self._is_at_start, self._skipped_last = True, False
+
+    def start_batch(self, trainer: pl.Trainer) -> None:
+        """Before every training step. Only in the first one is the progress that of a resumed training."""
+        if self._is_at_start:
+            self.budget.start_at(progress_of(trainer))
+            self._is_at_start = False
 
     def end_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule, ranks: Ranks, step: int) -> None:
         """Every run ends with a measurement, and the last one has pictures."""
@@ -91,19 +110,10 @@ class Recorder:
             self.measure(trainer, pl_module, ranks, step, ends=True)
         if self.report.schedule.undrawn is not None:
             self._draw(trainer)
+        self.budget.stop_training()
         if self.counts["validations"]:
-            say(trainer, f"curvmon: {self._summary()}")
-
-    def _summary(self) -> str:
-        full, count = self.counts["full"], self.counts["validations"]
-        raised = len(self.alerting.alerts)
-        parts = [
-            f"measured {full} of {count} in full",
-            f"{count} vital signs",
-            f"{raised} alert{'' if raised == 1 else 's'}",
-        ]
-        parts += [f"overhead {100 * self.budget.overhead:.1f} %"] if self.budget.trained else []
-        return ", ".join(parts)
+            full, points = self.counts["full"], self.counts["validations"]
+            say(trainer, announcements.summary(full, points, len(self.alerting.alerts), self.budget))
 
     def start_validation(self) -> None:
         self.runner.probe.start_validation()
@@ -130,8 +140,11 @@ class Recorder:
         *,
         due: bool = True,
         ends: bool = False,
-    ) -> None:
-        """Vital signs, and a measurement if it is due and the budget has one. Called by all ranks together.
+        validates: bool = True,
+    ) -> bool:
+        """Vital signs, and a measurement if it is due and the budget has one; whether anything was recorded.
+
+        Called by all ranks together.
 
         Args:
             trainer: whose loggers and `callback_metrics` get the values.
@@ -140,29 +153,38 @@ class Recorder:
             step: on the x-axis of the loggers.
             due: more than vital signs, if the budget allows.
             ends: the run does not go on.
+            validates: vital signs in any case; elsewhere, only if there is time for them.
         """
         target = self._target(trainer, pl_module)
-        self.budget.reach(1.0 if ends else progress_of(trainer))
         due = due and self._measures
-        plan: Plan = ranks.broadcast(self.budget.plan() if due else Plan(0.0))
-        self._skipped_last = due and plan.skips
+        if due:
+            self.budget.reach(1.0 if ends else progress_of(trainer))
+        is_first = due and self.budget.plans_first
+        plan: Plan = ranks.broadcast(self.budget.plan() if due else SKIP)
+        if due:
+            self._skipped_last = plan.skips
+        if plan.skips and not (validates or ranks.broadcast(self.budget.affords_vital_signs)):
+            self.budget.skip()
+            return False
         with_sharpness: bool = ranks.broadcast(plan.skips and self.budget.affords_sharpness)
         with self.budget.taking_vital_signs(with_sharpness):
             signs = self.runner.vital_signs(
-                target, ranks, warn=self.warn, with_loss=plan.skips, with_sharpness=with_sharpness
+                target, ranks, warn=self.warn, with_loss=plan.skips or is_first, with_sharpness=with_sharpness
             )
+        if is_first:
+            self.budget.expect(self._training_passes(trainer))
+            plan = ranks.broadcast(self.budget.plan())
         rate = largest_rate(trainer.optimizers, on_host=True)
         signs = replace(signs, learning_rate=rate if math.isfinite(rate) else math.nan)
         snapshot = Snapshot(step=step, epoch=trainer.current_epoch, vitals=signs)
-        if self._skipped_last:
+        if due and plan.skips:
             self.budget.skip()
-            self._say_skipped(trainer)
         if plan.skips or any(name != PROBE_LOSS for name in signs.not_finite):
             reason = _not_finite(signs.not_finite, pl_module)
             if reason is not None:
                 self.warn(f"not measured: {reason}; training goes on", "diverged")
             self._record(trainer, pl_module, ranks, snapshot, reason)
-            return
+            return True
         last = self.history.last_full
         with self.budget.measuring(), progress(trainer, None if last is None else last.hvps) as on_product:
             outcome = self.runner.run(
@@ -185,6 +207,7 @@ class Recorder:
         self._record(trainer, pl_module, ranks, snapshot, reason, self.budget.last_seconds)
         if self.report.schedule.due:
             self._draw(trainer)
+        return True
 
     def _record(
         self,
@@ -212,6 +235,11 @@ class Recorder:
             self.alerting.deliver(trainer, fresh)
         self._introduce(trainer)
 
+    def _training_passes(self, trainer: pl.Trainer) -> float | None:
+        """Of the probe batch, that the rest of the training takes as long as; None if its end is not known."""
+        batches = batches_ahead(trainer)
+        return None if batches is None else batches * self.runner.probe.training_batch
+
     def _draw(self, trainer: pl.Trainer) -> None:
         before = self.budget.measured
         with self.budget.reporting():
@@ -229,28 +257,19 @@ class Recorder:
         )
 
     def _introduce(self, trainer: pl.Trainer) -> None:
-        """One line on what is measured, how often, and where it goes, once the first measurement has been timed."""
-        stride, last = self.budget.stride, self.history.last_full
-        if self._has_introduced_itself or last is None or not trainer.global_step:
-            return
-        self._has_introduced_itself = True
-        often = "as often as the budget allows" if stride is None else "in every validation"
-        if stride is not None and stride > 1:
-            often = f"in about every {_ordinal(stride)} validation"
-        nodes = () if last.measurement is None else last.measurement.nodes
-        parts = [f"{len(nodes)} layers ({', '.join(nodes)})"] if nodes else []
-        parts += [self.runner.probe.description, f"full measurements {often}"]
-        parts += [type(logger).__name__ for logger in trainer.loggers] or ["no logger"]
-        say(trainer, f"curvmon: {', '.join(part for part in parts if part)}")
-
-    def _say_skipped(self, trainer: pl.Trainer) -> None:
-        if self.budget.skipped == 1:
+        """Once the first measurement has been timed; what follows from it the first time that one is skipped."""
+        last = self.history.last_full
+        if not self._has_introduced_itself and last is not None and trainer.global_step:
+            self._has_introduced_itself = True
+            nodes = () if last.measurement is None else last.measurement.nodes
+            where = "validation" if has_validation(trainer) else "epoch"
+            loggers = [log_place(logger) for logger in trainer.loggers]
             say(
-                trainer,
-                f"curvmon: to stay within max_overhead={self.budget.max_overhead} of the training time, not every "
-                "validation has a full measurement; the others have vital signs. max_overhead=None measures in every "
-                "one, fewer eigenvalues and fewer nodes make it cheaper",
+                trainer, announcements.planned(nodes, self.runner.probe.description, self.budget.stride, where, loggers)
             )
+        if self._skipped_last and not self._has_said_skipped:
+            self._has_said_skipped = True
+            say(trainer, announcements.skipped(trainer.global_step, self.budget.max_overhead))
 
     def _compare_nodes(self, snapshot: Snapshot) -> None:
         before = self.history.nodes
@@ -312,8 +331,3 @@ def _not_finite(names: Sequence[str], pl_module: pl.LightningModule) -> str | No
         first = f"{kind} {first!r}"
     more = f" and {others} more are" if others else " is"
     return f"{first}{more} not finite: training has diverged"
-
-
-def _ordinal(n: int) -> str:
-    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
-    return f"{n}{ending}"

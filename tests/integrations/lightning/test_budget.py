@@ -69,17 +69,18 @@ def test_a_measurement_that_does_not_fit_takes_fewer_products(caplog: pytest.Log
     full = Run(1.0, epochs=1, eigenvalues=0, max_overhead=None).snapshots[0]
     assert full.measurement is not None and full.seconds == full.measurement.hvps
     run = Run(1.0, epochs=3, eigenvalues=0, max_overhead=0.0, free=1.75 * full.seconds)
-    first, second, last = run.monitor.history
+    first, last = run.monitor.history
     assert first.hvps == full.measurement.hvps
-    for smaller in (second, last):
-        assert smaller.hvps <= round(0.75 * first.hvps) < first.hvps and smaller.resonance.isfinite().all()
-    assert run.budget.skipped == 1
-    assert run.trainer.callback_metrics["curvmon_detail/skipped"] == 1
+    assert last.hvps <= round(0.75 * first.hvps) < first.hvps and last.resonance.isfinite().all()
+    assert [snapshot.is_full for snapshot in run.snapshots] == [True, False, False, True]
+    assert run.budget.skipped == 2
+    assert run.trainer.callback_metrics["curvmon_detail/skipped"] == 2
     said = [record.getMessage() for record in caplog.records if record.name.endswith("curvmon")]
-    assert any(text.startswith("curvmon: to stay within max_overhead=0.0 of") for text in said)
-    assert (
-        said[-1] == "curvmon: measured 3 of 4 in full, 4 vital signs, 0 alerts, overhead " + said[-1].split()[-2] + " %"
-    )
+    planned, skipped, done = said[-3:]
+    assert planned.startswith("curvmon: 3 layers") and skipped.startswith("curvmon: vital signs only at step 4: full ")
+    assert done.startswith("curvmon: measured 2 of 4 in full, 4 vital signs, 0 alerts, overhead ")
+    limit = f"the limit is 0 % and {1.75 * full.seconds:g} s, and the first and the last measurement"
+    assert done.endswith(f" % ({run.spent:.0f} s; {limit})")
 
 
 def test_short_runs_are_measured_in_full() -> None:

@@ -117,7 +117,7 @@ def test_warm_start_is_kept_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             return self.as_subclass(Tensor)
 
     monkeypatch.setattr(curvmon.Spectrum, "start_vector", lambda self: original(self).as_subclass(Elsewhere))
-    monitor = CurvatureMonitor(metrics=[], eigenvalues=1, initial=False)
+    monitor = CurvatureMonitor(metrics=[], eigenvalues=2, initial=False)
     assert not trained(Regression(), monitor, loaders())
     assert len(moved) == 1 and type(monitor._recorder.runner._start) is Tensor
 
