@@ -116,10 +116,13 @@ def leads(find: Find, runs: Sequence[Recorded]) -> list[Warned]:
 
 
 def false_warnings(find: Find, runs: Sequence[Recorded]) -> tuple[int, int]:
-    """And the number of quiet steps: of quiet runs, and of the common past of the others."""
+    """And the number of quiet steps: of quiet runs, or where there are none, of the common past of the others.
+
+    That past is the same as the beginning of the quiet run at a constant rate.
+    """
     quiet = [run for run in runs if run.kind not in EVENTS]
-    pasts = {(r.family, r.optimizer, r.seed, r.at): r._replace(steps=r.steps[: r.at]) for r in runs if r.kind in EVENTS}
-    quiet += pasts.values()
+    if not quiet:
+        quiet = list({(r.family, r.optimizer, r.seed): r._replace(steps=r.steps[: r.at]) for r in runs}.values())
     return sum(len(find(run)) for run in quiet), sum(len(run.steps) for run in quiet)
 
 
