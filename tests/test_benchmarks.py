@@ -109,7 +109,8 @@ def test_leads_and_false_warnings_are_counted() -> None:
     assert [outcome.lead for outcome in early] == [rises_at - 103]
     assert [outcome.lead for outcome in leads(lambda run: [50, 150], runs)] == [None]
     assert summary(early) == ["1/1 (100%)", str(rises_at - 103)]
-    assert false_warnings(lambda run: [i for i in (50, 150) if i < len(run.steps)], runs) == (3, 400)
+    assert false_warnings(lambda run: [50, 150], runs) == (2, 300)
+    assert false_warnings(lambda run: [i for i in (50, 150) if i < len(run.steps)], runs[:2]) == (1, 100)
     assert spikes(recorded_run("constant", [*quiet, 4.0])) == [300] and spikes(runs[0]) == []
 
 

@@ -256,11 +256,14 @@ class InstabilityDetector:
         return statistics.median(comparable) if comparable else math.nan
 
     def _comparable(self, rate: float) -> list[float]:
-        """Step ratios at similar or larger learning rates, or else at the largest that are remembered."""
+        """Step ratios at similar or larger learning rates, or else at those near the largest remembered one."""
         if len(self._usual_ratios) < FEWEST:
             return []
         similar = [ratio for other, ratio in self._usual_ratios if other > rate / SIMILAR]
-        return similar if len(similar) >= FEWEST else [ratio for _, ratio in sorted(self._usual_ratios)[-FEWEST:]]
+        if len(similar) >= FEWEST:
+            return similar
+        largest = max(other for other, _ in self._usual_ratios)
+        return [ratio for other, ratio in self._usual_ratios if other > largest / SIMILAR]
 
     def _log_error(self) -> float:
         """Standard error of the logarithm of a ratio of means, by the delta method."""
