@@ -37,7 +37,9 @@ def attention_statistics(
     size = heads * rows * columns
     samples, every = min(SAMPLES, max(1, MOST // size)), -(-size // MOST)
     part = slice(samples), slice(None), slice((rows - 1) % every, None, every)  # the last row sees all keys
-    k = k[part[0]].repeat_interleave(heads // k.shape[1], 1)
+    k = k[part[0]]
+    if k.shape[1] < heads:
+        k = k.repeat_interleave(heads // k.shape[1], 1)
     logits = torch.matmul(q[part].to(dtype) * scale, k.to(dtype).mT)
     allowed, bias = _mask(mask if mask is None else mask[part], is_causal, range(rows)[part[2]], logits)
     least, n_keys = logits, logits.new_full((1, 1, 1), columns)
