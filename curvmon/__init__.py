@@ -17,7 +17,17 @@ from curvmon.errors import (
 from curvmon.pairs.exact import exact
 from curvmon.pairs.measure import measure
 from curvmon.pulse import Pulse, pulse
-from curvmon.records import Alert, Density, ExactMeasurement, GroupSpectrum, Measurement, Pair, PulseRecord, Spectrum
+from curvmon.records import (
+    Alert,
+    AttentionSigns,
+    Density,
+    ExactMeasurement,
+    GroupSpectrum,
+    Measurement,
+    Pair,
+    PulseRecord,
+    Spectrum,
+)
 from curvmon.spectrum.spectrum import spectrum
 from curvmon.spectrum.stability_limit import StabilityLimit, stability_limit
 from curvmon.version import __version__
@@ -28,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Alert",
     "AlertRules",
+    "AttentionSigns",
     "ChangeDetector",
     "CurvatureMonitor",
     "CurvmonError",

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import curvmon
-from curvmon.records import METRICS
+from curvmon.records import METRICS, AttentionSigns
 from curvmon.records.formatting import with_error
+from curvmon.records.pulses import most_concentrated
 
 
 @pytest.fixture
@@ -93,6 +94,20 @@ def test_records_are_frozen_and_picklable(measurement: curvmon.Measurement) -> N
 def test_pairs_have_an_orientation() -> None:
     pair = curvmon.Pair("a", "b")
     assert pair.T == ("b", "a") and pair == pair.T.T and str(pair) == "a--b"
+
+
+def test_attentions_of_several_ranks() -> None:
+    nan = math.nan
+    ranks = [
+        (AttentionSigns("a", 1.0, 0.5), AttentionSigns("b", 2.0, nan)),
+        (AttentionSigns("a", 3.0, 0.7), AttentionSigns("b", nan, nan), AttentionSigns("c", 1.0, 0.1)),
+    ]
+    a, b, c = most_concentrated(ranks)
+    assert a == AttentionSigns("a", 3.0, 0.5) and c == ranks[1][2]
+    assert (b.name, b.largest_logit) == ("b", 2.0) and math.isnan(b.lowest_entropy)
+    record = curvmon.PulseRecord(0, 0, 0.0, 0.0, attention=(a, b, c))
+    assert (record.attention_largest_logit, record.attention_lowest_entropy) == (3.0, 0.1)
+    assert curvmon.PulseRecord.from_dict(json.loads(json.dumps(record.to_dict()))).attention[::2] == (a, c)
 
 
 def test_a_pulse_record_is_json() -> None:

@@ -35,4 +35,18 @@ CRITICAL_LR = ScalarMetric(
     action="keep the learning rate below half of it",
     log_scale=True,
 )
-STEP_METRICS = (STEP_RATIO, CRITICAL_LR)
+ATTENTION_LARGEST_LOGIT = ScalarMetric(
+    name="attention_largest_logit",
+    title="largest logit of all attentions",
+    key="curvmon_detail/attention_largest_logit",
+    read=_nothing,
+    detail=True,
+)
+ATTENTION_LOWEST_ENTROPY = ScalarMetric(
+    name="attention_lowest_entropy",
+    title="lowest entropy of all attentions",
+    key="curvmon_detail/attention_lowest_entropy",
+    read=_nothing,
+    detail=True,
+)
+STEP_METRICS = (STEP_RATIO, CRITICAL_LR, ATTENTION_LARGEST_LOGIT, ATTENTION_LOWEST_ENTROPY)

@@ -9,21 +9,29 @@ for, so that g^T u and u^T H u are unbiased; with accumulated gradients, the las
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvmon.errors import DivergedError
+from curvmon.graph.attention_watch import AttentionWatch
 from curvmon.isolation.collectives import collectives_refused
 from curvmon.monitor.batch_samples import detached_copy, first_samples, sample_count
 from curvmon.monitor.fallbacks import is_out_of_memory
 from curvmon.monitor.measurement import Target
 from curvmon.monitor.pairs_and_spectrum import release_memory
-from curvmon.operators.loss_differences import ChangingLossError, open_loss_along_step
+from curvmon.operators.loss_differences import (
+    ChangingLossError,
+    LossAlongStep,
+    LossDifferences,
+    Watch,
+    open_loss_along_step,
+)
 from curvmon.pulse import Pulse, pulse_at
+from curvmon.records import AttentionSigns
 
 WHOLE, SLICE = 64, 32
 """samples up to which a batch is taken as a whole, and samples of a larger one"""
@@ -37,6 +45,13 @@ SAME = 0.05
 """tolerance of gain and curvature, relative to the larger of them"""
 
 
+class TakenPulse(NamedTuple):
+    """A pulse, and the attentions of the forward pass at θ_before."""
+
+    pulse: Pulse
+    attention: tuple[AttentionSigns, ...]
+
+
 class PulseTaker:
     """Takes pulses, one after the other, of the same model.
 
@@ -44,11 +59,13 @@ class PulseTaker:
         samples: of a batch that are used; None: as WHOLE and SLICE say.
         from_losses: whether gain and curvature come from differences of losses. False once they have been seen to
             differ from derivatives: the loss is another function in every forward pass, or has kinks.
+        has_attention: whether to look for it. False once a pulse has seen none.
     """
 
     def __init__(self) -> None:
         self.samples: int | None = None
         self.from_losses = True
+        self.has_attention = True
         self._before: dict[str, Tensor] = {}
         self._batch: Any = None
         self._error: Exception | None = None
@@ -130,25 +147,40 @@ class PulseTaker:
             return True
         return abs(second.curvature - differences.curvature) <= SAME * size
 
-    def take(self, target: Target, world_size: int) -> Pulse | None:
+    def take(self, target: Target, world_size: int) -> TakenPulse | None:
         """After the step; None if it has not moved the parameters. Leaves no trace; raises whatever goes wrong."""
         if self._error is not None:
             raise self._error
         if not self._has_moved(target.model):
             return None
         self._pulses += 1
-        before = list(self._before.values())
+        watch = AttentionWatch(target.model)
         with _undisturbed(target, world_size):
-            if self.from_losses:
-                try:
-                    with open_loss_along_step(target.model, self._batch, loss=target.loss, before=before) as along:
-                        differences = along.differences(self._spacing)
-                except ChangingLossError:
-                    self.from_losses = False
-                else:
-                    self._spacing = differences.next_spacing
-                    return Pulse(differences.gain, differences.curvature, differences.loss)
-            return pulse_at(before, target.model, self._batch, loss=target.loss)
+            pulse = self._pulse(target, watch)
+            attention = watch.signs()
+        self.has_attention = bool(attention)
+        return TakenPulse(pulse, attention)
+
+    def _pulse(self, target: Target, watch: AttentionWatch) -> Pulse:
+        """For second derivatives, a forward pass of its own shows the attentions."""
+        model, batch, loss, before = target.model, self._batch, target.loss, list(self._before.values())
+        looks: Watch = watch if self.has_attention else nullcontext
+        if self.from_losses or self.has_attention:
+            with open_loss_along_step(model, batch, loss=loss, before=before, watch=looks) as along:
+                differences = self._differences(along) if self.from_losses else None
+            if differences is not None:
+                return Pulse(differences.gain, differences.curvature, differences.loss)
+        return pulse_at(before, model, batch, loss=loss)
+
+    def _differences(self, along: LossAlongStep) -> LossDifferences | None:
+        """None if second derivatives have to do, from now on."""
+        try:
+            differences = along.differences(self._spacing)
+        except ChangingLossError:
+            self.from_losses = False
+            return None
+        self._spacing = differences.next_spacing
+        return differences
 
     def state_dict(self) -> dict[str, Any]:
         return {

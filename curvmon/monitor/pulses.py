@@ -20,9 +20,9 @@ from curvmon.monitor.measurement import Target, Warn
 from curvmon.monitor.pairs_and_spectrum import release_memory
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulse_schedule import PulseSchedule
-from curvmon.monitor.pulse_taker import PulseTaker
-from curvmon.pulse import Pulse
+from curvmon.monitor.pulse_taker import PulseTaker, TakenPulse
 from curvmon.records import PulseRecord
+from curvmon.records.pulses import most_concentrated
 
 MOST_FAILURES = 3
 """in a row, for reasons that may be transient"""
@@ -128,18 +128,20 @@ class Pulses:
         with self.budget.taking_pulse():
             outcomes = ranks.gather(self._outcome(target, ranks.world_size))
         seconds += self.budget.pulse_seconds + self._prepared_in
-        pulses = [outcome for outcome in outcomes if isinstance(outcome, Pulse)]
+        taken = [outcome for outcome in outcomes if isinstance(outcome, TakenPulse)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             self._failed(failures[0], warn)
-        if len(pulses) < len(outcomes):
+        if len(taken) < len(outcomes):
             return None
         self._failures = 0
+        pulses = [outcome.pulse for outcome in taken]
         record = replace(
             record,
             gain=_mean([pulse.gain for pulse in pulses]),
             curvature=_mean([pulse.curvature for pulse in pulses]),
             loss=_mean([pulse.loss for pulse in pulses]),
+            attention=most_concentrated([outcome.attention for outcome in taken]),
         )
         with self.budget.taking_pulse():
             decision: _Decision = ranks.broadcast(self._decide(record, seconds, warn) if ranks.rank == 0 else None)
@@ -149,7 +151,7 @@ class Pulses:
         self.records = [*self.records, decision.record][-self._size :]
         return decision.record, decision.event
 
-    def _outcome(self, target: Target, world_size: int) -> Pulse | Failure | None:
+    def _outcome(self, target: Target, world_size: int) -> TakenPulse | Failure | None:
         """None where the parameters have not moved: a step that a gradient scaler skipped, or no step at all."""
         try:
             return self._taker.take(target, world_size)

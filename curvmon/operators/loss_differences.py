@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ REPEATABLE = 1e-6
 MOST_TRIES = 4
 MOST_AT_ONCE = 30.0
 """largest factor between two values of h"""
+Watch = Callable[[], AbstractContextManager[None]]
 
 
 class ChangingLossError(CurvmonError):
@@ -74,7 +75,12 @@ class LossAlongStep:
     """
 
     def __init__(
-        self, run: Callable[[], Tensor], parameters: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
+        self,
+        run: Callable[[], Tensor],
+        parameters: Sequence[Tensor],
+        before: Sequence[Tensor],
+        after: Sequence[Tensor],
+        watch: Watch = nullcontext,
     ) -> None:
         self._run = run
         self._parameters = parameters
@@ -82,7 +88,9 @@ class LossAlongStep:
         self._ends = [(a.to(p.dtype), b.to(p.dtype)) for p, a, b in zip(parameters, before, after)]
         self._pieces = FixedPieces()
         self._saves = False
+        self._watch = watch
         self.loss = self.value(0.0)
+        self._watch = nullcontext
 
     @property
     def takes_constants(self) -> bool:
@@ -155,7 +163,7 @@ class LossAlongStep:
         if self._pieces.has_none:
             with fused_attention():
                 return self._run()
-        with fused_attention(), self._pieces():
+        with fused_attention(), self._watch(), self._pieces():
             return self._run()
 
     @torch.no_grad()
@@ -182,11 +190,16 @@ def move_copies(copies: Sequence[Tensor], to: Sequence[Tensor], *, originals: Se
 
 @contextmanager
 def open_loss_along_step(
-    model: nn.Module, batch: Any, *, loss: Loss, before: Sequence[Tensor]
+    model: nn.Module, batch: Any, *, loss: Loss, before: Sequence[Tensor], watch: Watch = nullcontext
 ) -> Iterator[LossAlongStep]:
     """The loss between `before` and the parameters as they are. Modules stay in their modes; no trace is left.
 
-    `before`: θ_before for every trainable parameter, in the order of `model.parameters()`.
+    Args:
+        model: any module.
+        batch: whatever `loss` takes.
+        loss: of the model and the batch.
+        before: θ_before for every trainable parameter, in the order of `model.parameters()`.
+        watch: a context for the forward pass at θ_before; entered once more where that pass is repeated.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     after = [parameter.detach() for parameter in trainable.values()]
@@ -204,7 +217,7 @@ def open_loss_along_step(
             )
             return value
 
-        along = LossAlongStep(run, working, before, after)
+        along = LossAlongStep(run, working, before, after, watch)
         if not math.isfinite(along.loss):
             raise DivergedError(f"the loss is {along.loss}{why_not_finite(batch, model)}")
         yield along

@@ -10,7 +10,7 @@ from curvmon.records.measurement import (
     Pair,
     mean_by_distance,
 )
-from curvmon.records.pulses import PulseRecord
+from curvmon.records.pulses import AttentionSigns, PulseRecord
 from curvmon.records.spectrum import Density, GroupSpectrum, Spectrum
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "METRICS",
     "PROBE_LOSS",
     "Alert",
+    "AttentionSigns",
     "Density",
     "ExactMeasurement",
     "GroupSpectrum",

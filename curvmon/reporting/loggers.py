@@ -48,6 +48,8 @@ class Loggers:
         for i, logger in enumerate(trainer.loggers):
             name, kind = _name(trainer, i), kind_of(logger)
             values = scalars.for_logger(kind)
+            if not values:  # all of them are details
+                continue
             self._guarded(f"{name} did not take the layout", set_up, logger, kind, self._keys, values.keys())
             values["epoch"] = float(epoch)
             taken = self._guarded(f"{name} did not take the numbers", _write_scalars, logger, values, step)

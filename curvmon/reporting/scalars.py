@@ -159,8 +159,13 @@ def scalars(snapshot: Snapshot, *, metrics: Sequence[str] | None = None, pairs: 
 
 def pulse_scalars(record: PulseRecord) -> Scalars:
     """The finite numbers of a pulse."""
-    values = {spec.key: float(getattr(record, spec.name)) for spec in STEP_METRICS}
-    return Scalars({key: value for key, value in values.items() if math.isfinite(value)}, {}, {})
+    shown: dict[str, float] = {}
+    detail: dict[str, float] = {}
+    for spec in STEP_METRICS:
+        value = float(getattr(record, spec.name))
+        if math.isfinite(value):
+            (detail if spec.detail else shown)[spec.key] = value
+    return Scalars(shown, detail, {})
 
 
 class _Number(NamedTuple):

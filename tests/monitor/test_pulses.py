@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
+from curvmon.graph import attention_statistics
 from curvmon.monitor import pulse_taker
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.measurement import Target
@@ -207,6 +210,100 @@ def test_a_step_that_does_not_move_is_no_pulse() -> None:
         loop.optimizer.param_groups[0].update(lr=rate, momentum=0.0)
         loop.run([batch])
     assert len(loop.pulses.records) == 1 and loop.pulses._schedule._last == 4
+
+
+# ---- attention ----
+
+
+class Attending(nn.Module):
+    """Two layers with dropout in their attentions, and an attention of another kind between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 8)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True) for _ in range(2)
+        )
+        self.pool, self.last = nn.MultiheadAttention(8, 4, dropout=0.1, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x.unsqueeze(-1))
+        for layer in self.layers:
+            x = layer(x)
+        pooled, weights = self.pool(x, x, x)
+        return self.last(pooled.mean(1)) + weights.mean()
+
+
+ATTENTIONS = ["layers.0.self_attn", "layers.1.self_attn", "pool"]
+
+
+def test_attentions_are_those_before_the_step() -> None:
+    data = batches(9)
+    loop = Loop(model=Attending()).run(data)
+    assert len(loop.pulses.records) == 2 and loop.warnings == []
+    for record in loop.pulses.records:
+        agrees(record, loop, data[record.step - 1])
+        assert [signs.name for signs in record.attention] == ATTENTIONS
+        first = loop.befores[record.step].layers[0].self_attn
+        x = loop.befores[record.step].embed(data[record.step - 1][0][: attention_statistics.SAMPLES, :, None])
+        q, k, _ = F.linear(x, first.in_proj_weight, first.in_proj_bias).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        logits = (q @ k.mT / 2).detach()
+        entropies = torch.distributions.Categorical(logits=logits).entropy().mean((0, 2)) / math.log(6)
+        assert record.attention[0].largest_logit == pytest.approx(logits.abs().max().item(), rel=1e-5)
+        assert record.attention[0].lowest_entropy == pytest.approx(entropies.min().item(), rel=1e-5)
+        assert record.attention_largest_logit == max(signs.largest_logit for signs in record.attention)
+        assert record.attention_lowest_entropy == min(signs.lowest_entropy for signs in record.attention) < 1
+
+
+def test_training_with_attention_is_the_same_bit_by_bit() -> None:
+    data = batches(12)
+    loop, plain = Loop(every=1, model=seeded(Attending)).run(data), Loop(every=99, model=seeded(Attending)).run(data)
+    assert all(record.attention for record in loop.pulses.records) and len(loop.pulses.records) == 12
+    for a, b in zip(loop.model.state_dict().values(), plain.model.state_dict().values()):
+        assert torch.equal(a, b)
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in loop.model.modules())
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def test_pulses_are_the_same_with_and_without_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batches(8)
+    looked = Loop(model=seeded(Attending)).run(data).pulses.records
+    loop = Loop(model=seeded(Attending))
+    loop.pulses._taker.has_attention = False
+    blind = loop.run(data).pulses.records
+    assert [replace(record, attention=()) for record in looked] == [replace(record) for record in blind]
+
+
+def test_a_model_without_attention_is_looked_at_once() -> None:
+    loop = Loop().run(batches(9))
+    assert not loop.pulses._taker.has_attention
+    for record in loop.pulses.records:
+        assert record.attention == () and math.isnan(record.attention_largest_logit)
+
+
+def test_attention_where_second_derivatives_are_used() -> None:
+    """The loss is another one in every pass."""
+
+    def noisy(model: Any, batch: Any) -> Tensor:
+        return loss(model, batch) * (1 + 0.1 * torch.rand((), generator=NOISE))
+
+    loop = Loop(model=Attending(), loss=noisy).run(batches(9))
+    assert not loop.pulses._taker.from_losses and len(loop.pulses.records) == 2
+    for record in loop.pulses.records:
+        assert [signs.name for signs in record.attention] == ATTENTIONS
+
+
+def test_records_with_attention_survive_a_checkpoint() -> None:
+    loop = Loop(model=Attending()).run(batches(9))
+    state = json.loads(json.dumps(loop.pulses.state_dict()))
+    again = Loop()
+    again.pulses.load_state_dict(state)
+    kept = [record.attention for record in again.pulses.records]
+    assert all(kept) and kept == [record.attention for record in loop.pulses.records]
 
 
 # ---- which way ----

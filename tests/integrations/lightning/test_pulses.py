@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import math
 import warnings
 from itertools import pairwise
@@ -324,6 +325,35 @@ def test_csv_has_a_column(tmp_path: Path) -> None:
     header, *rows = file.read_text().splitlines()
     at = header.split(",").index("curvmon/step_ratio")
     assert sum(bool(row.split(",")[at]) for row in rows) >= 5
+
+
+class Attending(Lit):
+    """The features are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+        self.net = nn.Sequential(nn.Unflatten(1, (6, 1)), nn.Linear(1, 4), block, nn.Flatten(), nn.Linear(24, 3))
+
+
+def test_attention_goes_to_files_and_callbacks(tmp_path: Path) -> None:
+    """Not to dashboards, where its rows would be empty before there is a step ratio."""
+    names = ("attention_largest_logit", "attention_lowest_entropy")
+    board, monitor = RecordingLogger(), few(pulse=2)
+    trainer, said = fit(Attending(), monitor, logger=[CSVLogger(tmp_path), board], log_every_n_steps=1)
+    assert said == []
+    (file,) = tmp_path.rglob("metrics.csv")
+    rows = {int(row["step"]): row for row in csv.DictReader(file.open()) if row["curvmon_detail/" + names[0]]}
+    for record in monitor.pulses:
+        assert [signs.name for signs in record.attention] == ["net.2.self_attn"]
+        for name in names:
+            assert float(rows[record.step]["curvmon_detail/" + name]) == pytest.approx(getattr(record, name), rel=1e-5)
+    for name in names:
+        last = trainer.callback_metrics[f"curvmon_detail/{name}"].item()
+        assert last == pytest.approx(getattr(monitor.pulses[-1], name), rel=1e-5)
+    logged = [row for row, _ in board.rows]
+    assert not any("attention" in key for row in logged for key in row)
+    assert all(row.keys() != {"epoch"} for row in logged)
 
 
 @pytest.fixture
