@@ -49,7 +49,7 @@ def _curves(figure: Any, monitor: CurvatureMonitor, accident: tuple[int, int]) -
     top.set_ylim(low, high * (high / low) ** 0.3)  # room for two remarks above the curve
     remark = {"transform": top.get_xaxis_transform(), "fontsize": 9}
     top.text(accident[0] - 4, 0.85, "learning rate × 100", ha="right", **remark)
-    for alert in monitor.alerts:
+    for alert in monitor.alerts[:1]:
         top.text(alert.step + 4, 0.85, "alert", color=RED, weight="bold", **remark)
 
 
@@ -57,8 +57,10 @@ def _matrices(figure: Any, monitor: CurvatureMonitor) -> None:
     """Two moments in the same colours."""
     from matplotlib.colors import LogNorm
 
-    steps = [snapshot.step for snapshot in monitor.snapshots]
-    at = steps.index(monitor.alerts[0].step) if monitor.alerts else len(steps) - 1
+    steps = [snapshot.step for snapshot in monitor.snapshots if snapshot.measurement is not None]
+    # an alert of a pulse comes before the validation that shows the same
+    since = [i for i, step in enumerate(steps) if monitor.alerts and step >= monitor.alerts[0].step]
+    at = since[0] if since else len(steps) - 1
     moments = {"before": max(0, at - 1), "at the alert" if monitor.alerts else "at the end": at}
     found = [monitor.history[i].resonance for i in moments.values()]
     norm = LogNorm(min(matrix.min() for matrix in found).item(), max(matrix.max() for matrix in found).item())

@@ -30,6 +30,7 @@ def _further_residuals(snapshot: Snapshot) -> Sequence[float]:
     return () if snapshot.spectrum is None else snapshot.spectrum.residuals[1:].tolist()
 
 
+PROBE_LOSS_KEY = "curvmon/probe_loss"
 SCALARS = (
     ScalarMetric(
         name="lambda_1",
@@ -119,7 +120,7 @@ SCALARS = (
     ScalarMetric(
         name="loss",
         title="loss of the probe batch",
-        key="curvmon/probe_loss",
+        key=PROBE_LOSS_KEY,
         read=_snapshot("loss"),
         alert=AlertSpec(
             threshold=9.0,  # a single sample can change it

@@ -114,6 +114,8 @@ def check_settings(
         raise InputError(f"alerts must be True, False or AlertRules(...), not {alerts!r}")
     if not (on_alert is None or on_alert in ("stop", "checkpoint") or callable(on_alert)):
         raise InputError(f'on_alert must be a callable, "stop", "checkpoint" or None, not {on_alert!r}')
+    if on_alert is not None and alerts is False:
+        raise InputError(f"on_alert={on_alert!r} needs alerts, and alerts=False switches them off")
     check_budget(rtol, None, seed)
     check_arguments(nn.Identity(), _nothing if loss is None else loss, nodes, output, 0)
 

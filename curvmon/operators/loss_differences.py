@@ -41,6 +41,8 @@ REPEATABLE = 1e-6
 MOST_TRIES = 4
 MOST_AT_ONCE = 30.0
 """largest factor between two values of h"""
+MOST_SPACING = 1e4
+"""largest h, and inverse of the smallest: a loss of zero, as of a network that has learned its data, has no best one"""
 Watch = Callable[[], AbstractContextManager[None]]
 
 
@@ -145,9 +147,10 @@ class LossAlongStep:
             scale = max(abs(at), abs(slope) / h) or 1.0
             bent, sloped = abs(second) / scale, abs(slope) / scale
             factor = math.sqrt(TARGET / max(bent, TARGET / MOST_AT_ONCE**2))
-            factor = max(factor, 1 / MOST_AT_ONCE)
+            factor = max(factor, 1 / MOST_AT_ONCE, 1 / (MOST_SPACING * h))
             if factor > 1:
-                factor = max(1.0, min(factor, LARGEST_SLOPE / sloped if sloped else factor))
+                factor = max(1.0, min(factor, LARGEST_SLOPE / sloped if sloped else factor, MOST_SPACING / h))
+                factor = factor if bent or sloped else 1.0  # flat: no other h says more
             if (SMALLEST <= bent <= LARGEST) or factor == 1.0 or attempt == MOST_TRIES - 1:
                 break
             h *= factor

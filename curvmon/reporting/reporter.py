@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from curvmon.errors import warn
+from curvmon.metrics.definitions import PROBE_LOSS_KEY
 from curvmon.metrics.registry import pair_metric, pair_metric_names
 from curvmon.records import Alert, PulseRecord, Snapshot
 from curvmon.reporting import figures
@@ -62,6 +63,10 @@ class Report:
         self.schedule = PictureSchedule()
 
     @property
+    def prefix(self) -> str:
+        return self._keys.prefix
+
+    @property
     def lacks_pictures(self) -> bool:
         """Pictures are to be drawn, and matplotlib is missing."""
         return self._heatmaps and not available()
@@ -80,6 +85,9 @@ class Report:
         snapshot = snapshots[-1]
         numbers = scalars(snapshot, metrics=self._registered(), pairs=self._log_pairs).named(self._keys)
         values = numbers.for_callbacks()
+        if snapshot.vitals is not None and snapshot.vitals.not_finite:
+            # measured, and not a number: EarlyStopping would raise without the key
+            values = {self._keys(PROBE_LOSS_KEY): math.nan, **values}
         # in the loggers, those of a pulse belong to its own step
         values, self._pulse = {**values, **self._pulse}, {}
         self._publish(trainer, values, self._published - values.keys())

@@ -176,7 +176,7 @@ def _stop(trainer: pl.Trainer, alert: Alert) -> None:
         )
         if least is not None and least > done
     ]
-    reason = f"at step {trainer.global_step}: {alert.headline}; on_alert='stop'"
+    reason = f"at step {alert.step}: {alert.headline}; on_alert='stop'"
     if left:
         verb = "is" if len(left) == 1 else "are"
         _log(trainer, f"curvmon will stop this run once {' and '.join(left)} {verb} reached (alert {reason})")

@@ -14,26 +14,27 @@ def planned(nodes: Sequence[str], samples: str, stride: int | None, where: str, 
         often = f"in about every {_ordinal(stride)} {where}"
     layers = f"{len(nodes)} layers ({', '.join(nodes)})" if nodes else ""
     parts = [layers, samples, f"full measurements {often}", *(loggers or ["no logger"])]
-    return f"curvmon: {', '.join(part for part in parts if part)}"
+    return ", ".join(part for part in parts if part)
 
 
-def skipped(step: int, max_overhead: float | None) -> str:
+def skipped(step: int, max_overhead: float | None, free_seconds: float) -> str:
     return (
-        f"curvmon: vital signs only at step {step}: full measurements in every validation would take more than "
-        f"max_overhead={max_overhead} of the training time. max_overhead=None makes them all the same; fewer "
-        "eigenvalues, nodes or samples make them cheaper"
+        f"vital signs only at step {step}: full measurements in every validation would take more than "
+        f"max_overhead={max_overhead} of the training time and {free_seconds:g} seconds. max_overhead=None makes them "
+        "all the same; fewer eigenvalues, nodes or samples make them cheaper"
     )
 
 
-def summary(full: int, points: int, alerts: int, budget: Budget) -> str:
-    parts = [
-        f"measured {full} of {points} in full",
-        f"{points} vital signs",
-        f"{alerts} alert{'' if alerts == 1 else 's'}",
-    ]
+def summary(full: int, points: int, alerts: int, notices: int, budget: Budget) -> str:
+    parts = [f"measured {full} of {points} in full", f"{points} vital signs", _count(alerts, "alert")]
+    parts += [_count(notices, "notice")] if notices else []
     if budget.trained:
         parts.append(f"overhead {100 * budget.overhead:.1f} %{_allowed(budget)}")
-    return f"curvmon: {', '.join(parts)}"
+    return ", ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _allowed(budget: Budget) -> str:
@@ -41,8 +42,9 @@ def _allowed(budget: Budget) -> str:
     share = budget.max_overhead
     if share is None or budget.overhead <= share:
         return ""
-    free = f" and {budget.free_seconds:g} s" if budget.free_seconds else ""
-    return f" ({budget.measured:.0f} s; the limit is {100 * share:g} %{free}, and the first and the last measurement)"
+    free = f" plus {budget.free_seconds:g} s" if budget.free_seconds else ""
+    limit = f"the limit is {100 * share:g} %{free}; the first and the last measurement are made in any case"
+    return f" ({budget.measured:.0f} s; {limit})"
 
 
 def _ordinal(n: int) -> str:

@@ -113,7 +113,8 @@ class Recorder:
         self.budget.stop_training()
         if self.counts["validations"]:
             full, points = self.counts["full"], self.counts["validations"]
-            say(trainer, announcements.summary(full, points, len(self.alerting.alerts), self.budget))
+            alerts, notices = len(self.alerting.alerts), len(self.alerting.notices)
+            self._say(trainer, announcements.summary(full, points, alerts, notices, self.budget))
 
     def start_validation(self) -> None:
         self.runner.probe.start_validation()
@@ -182,7 +183,7 @@ class Recorder:
         if plan.skips or any(name != PROBE_LOSS for name in signs.not_finite):
             reason = _not_finite(signs.not_finite, pl_module)
             if reason is not None:
-                self.warn(f"not measured: {reason}; training goes on", "diverged")
+                self.warn(f"not measured: {reason}. curvmon does not stop the run", "diverged")
             self._record(trainer, pl_module, ranks, snapshot, reason)
             return True
         last = self.history.last_full
@@ -264,12 +265,17 @@ class Recorder:
             nodes = () if last.measurement is None else last.measurement.nodes
             where = "validation" if has_validation(trainer) else "epoch"
             loggers = [log_place(logger) for logger in trainer.loggers]
-            say(
+            self._say(
                 trainer, announcements.planned(nodes, self.runner.probe.description, self.budget.stride, where, loggers)
             )
         if self._skipped_last and not self._has_said_skipped:
             self._has_said_skipped = True
-            say(trainer, announcements.skipped(trainer.global_step, self.budget.max_overhead))
+            step = list(self.history)[-1].step
+            self._say(trainer, announcements.skipped(step, self.budget.max_overhead, self.budget.free_seconds))
+
+    def _say(self, trainer: pl.Trainer, text: str) -> None:
+        prefix = self.report.prefix.rstrip("/")
+        say(trainer, f"curvmon ({prefix}): {text}" if prefix else f"curvmon: {text}")
 
     def _compare_nodes(self, snapshot: Snapshot) -> None:
         before = self.history.nodes

@@ -190,7 +190,7 @@ def test_stop_ends_training_and_says_why(quiet: Any, tmp_path: Path, caplog: pyt
     own = [record.getMessage() for record in caplog.records if record.name == "curvmon"]
     assert own == [
         f"curvmon: {alert.message}",
-        f"curvmon stopped this run at step {trainer.global_step}: {alert.headline}; on_alert='stop'",
+        f"curvmon stopped this run at step {alert.step}: {alert.headline}; on_alert='stop'",
     ]
 
 

@@ -77,7 +77,7 @@ def test_a_measurement_that_does_not_fit_takes_fewer_products(caplog: pytest.Log
     assert run.trainer.callback_metrics["curvmon_detail/skipped"] == 2
     said = [record.getMessage() for record in caplog.records if record.name.endswith("curvmon")]
     planned, skipped, done = said[-3:]
-    assert planned.startswith("curvmon: 3 layers") and skipped.startswith("curvmon: vital signs only at step 4: full ")
+    assert planned.startswith("curvmon: 3 layers") and skipped.startswith("curvmon: vital signs only at step 3: full ")
     assert done.startswith("curvmon: measured 2 of 4 in full, 4 vital signs, 0 alerts, overhead ")
     limit = f"the limit is 0 % and {1.75 * full.seconds:g} s, and the first and the last measurement"
     assert done.endswith(f" % ({run.spent:.0f} s; {limit})")

@@ -37,7 +37,7 @@ def test_stop_says_that_it_stopped_the_run_and_why(caplog: pytest.LogCaptureFixt
     assert trainer.global_step == PER_EPOCH and trainer.current_epoch == 1
     assert said(caplog) == [
         f"curvmon: {alert.message}",
-        f"curvmon stopped this run at step {PER_EPOCH}: {alert.headline}; on_alert='stop'",
+        f"curvmon stopped this run at step {alert.step}: {alert.headline}; on_alert='stop'",
     ]
 
 
@@ -46,7 +46,7 @@ def test_stop_names_the_minimum_that_comes_first(caplog: pytest.LogCaptureFixtur
     (alert,) = monitor.alerts
     assert trainer.current_epoch == 3
     assert said(caplog)[1:] == [
-        f"curvmon will stop this run once min_epochs=3 is reached (alert at step {PER_EPOCH}: {alert.headline}; "
+        f"curvmon will stop this run once min_epochs=3 is reached (alert at step {alert.step}: {alert.headline}; "
         "on_alert='stop')"
     ]
 

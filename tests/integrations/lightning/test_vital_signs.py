@@ -192,7 +192,7 @@ def test_a_run_says_what_it_plans_and_what_it_did(caplog: pytest.LogCaptureFixtu
     caplog.set_level("INFO", logger="pytorch_lightning.callbacks.curvmon")
     run(starved(), epochs=6)
     planned, skipped, last = lines(caplog)
-    assert skipped.startswith("curvmon: vital signs only at step 4: ") and "max_overhead=0.01" in skipped
+    assert skipped.startswith("curvmon: vital signs only at step 3: ") and "max_overhead=0.01" in skipped
     assert planned.startswith("curvmon: 3 layers (net.0, net.2, net.4), ") and "validation samples" in planned
     assert "full measurements in about every " in planned and planned.endswith("no logger")
     assert last.startswith("curvmon: measured 2 of 7 in full, 7 vital signs, 0 alerts")
