@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from curvmon.alerts.instability import Instability, InstabilityDetector
+from curvmon.alerts.suspicion import Suspicion
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import RESPONSES, Failure, classify, describe
 from curvmon.monitor.measurement import Target, Warn
@@ -57,6 +58,7 @@ class Pulses:
         self._size = size
         self._taker = PulseTaker()
         self._detector = InstabilityDetector()
+        self._suspicion = Suspicion()
         self._off = False
         self._failures = 0
         self._prepared_in = 0.0
@@ -135,6 +137,8 @@ class Pulses:
         if len(pulses) < len(outcomes):
             return None
         self._failures = 0
+        if self._schedule.is_starting:
+            self.budget.starting_pulses += seconds
         record = replace(
             record,
             gain=_mean([pulse.gain for pulse in pulses]),
@@ -157,18 +161,20 @@ class Pulses:
             return Failure(classify(error), describe(error))
 
     def _decide(self, record: PulseRecord, seconds: float, warn: Warn) -> _Decision:
-        event = None
+        event, is_suspicious = None, False
         try:
             event = self._detector.update(record)
+            is_suspicious = self._suspicion.update(record, self._detector)
         except Exception as error:  # the other ranks are waiting
             warn(_NOT_JUDGED.format(describe(error)), "step ratio")
         record = replace(record, step_ratio=self._detector.step_ratio, critical_lr=self._detector.critical_lr)
-        interval = self._schedule.took(seconds, self.budget.trained)
-        return _Decision(record, event, interval, self._schedule.wants_cheaper(interval))
+        trained = self.budget.trained
+        interval = self._schedule.took(seconds, trained, is_suspicious)
+        return _Decision(record, event, interval, self._schedule.wants_cheaper(trained))
 
     def _failed(self, failure: Failure, warn: Warn) -> None:
         """Pulses stop where the reason lasts. That training has diverged is what vital signs are for."""
-        self._schedule.follow(self._schedule.interval)
+        self._schedule.failed()
         if failure.kind == "diverged":
             return
         if failure.kind == "memory":
@@ -186,16 +192,20 @@ class Pulses:
             "schedule": self._schedule.state_dict(),
             "taker": self._taker.state_dict(),
             "detector": self._detector.state_dict(),
+            "suspicion": self._suspicion.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """All of the state, or, if it raises, none of it."""
-        schedule, taker, detector = copy.copy(self._schedule), PulseTaker(), InstabilityDetector()
+        schedule, taker = copy.copy(self._schedule), PulseTaker()
+        detector, suspicion = InstabilityDetector(), Suspicion()
         records = [PulseRecord.from_dict(record) for record in state["records"]][-self._size :]
         schedule.load_state_dict(state["schedule"])
         taker.load_state_dict(state["taker"])
         detector.load_state_dict(state["detector"])
-        self._schedule, self._taker, self._detector, self.records = schedule, taker, detector, records
+        suspicion.load_state_dict(state["suspicion"])
+        self._schedule, self._taker, self.records = schedule, taker, records
+        self._detector, self._suspicion = detector, suspicion
 
 
 def _mean(values: list[float]) -> float:
