@@ -15,10 +15,10 @@ from benchmarks.alerts import table
 from benchmarks.pulse_runs import AT, EVENTS, EVERY, Recorded
 from curvmon.alerts.instability import InstabilityDetector
 from curvmon.alerts.suspicion import Suspicion
-from curvmon.monitor.pulse_schedule import SHARE, SHORTEST, START, PulseSchedule
+from curvmon.monitor.pulse_schedule import RESERVE, SHARE, SHORTEST, START, PulseSchedule
 
 MAX_OVERHEAD = 0.05
-COSTS = (0.15, 0.33, 0.7)
+COSTS = (0.15, 0.33, 0.7, 1.4)
 """training steps that a pulse takes; the monitor's own by three forward passes on a slice of a batch"""
 SHIFTS = (0, 14, 28)
 """steps after which the first pulse may come: where an event falls between two pulses is chance"""
@@ -132,6 +132,7 @@ def budget_section(runs: Sequence[Recorded], unstable: Sequence[str]) -> list[st
         f"taken. Runs that an event destabilises at step {AT}: warned before the loss has risen, of all and by event. "
         f"Each run counts {len(SHIFTS)} times, with pulses that begin {', '.join(map(str, SHIFTS))} steps late; false "
         f"warnings are those in {len(SHIFTS) * quiet:,} quiet steps. The time of pulses is a share of the training "
-        f"steps of quiet runs after the first {START}.",
+        f"steps of quiet runs after the first {START}; in runs this short, the {RESERVE} pulses of credit that every "
+        "run starts with take it above the budget.",
         budget_table(runs, unstable),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from curvmon.monitor import pulse_taker
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.measurement import Target
 from curvmon.monitor.process_group import Ranks
-from curvmon.monitor.pulse_schedule import PulseSchedule
+from curvmon.monitor.pulse_schedule import SHORTEST, SOON, START, PulseSchedule
 from curvmon.monitor.pulses import Pulses
 from curvmon.operators import loss_differences
 from curvmon.records import PulseRecord
@@ -363,6 +364,43 @@ def test_samples_are_halved_until_a_pulse_is_affordable_every_fifty_steps() -> N
     assert taker.samples == 8 and 50 <= schedule._regular(400.0) <= 62
     # the first one says whether losses will do, and is paid for by the free seconds
     assert len(loop.pulses.records) >= 5
+
+
+# ---- suspicion ----
+
+
+def test_pulses_come_soon_where_one_is_unusual() -> None:
+    """Inputs of five times the scale: a gain of 25 times the usual one."""
+    data = batches(10)
+    loop = Loop(model=nn.Linear(6, 3))
+    loop.pulses = Pulses(PulseSchedule(True, None), Budget(None, clock=FakeClock()), 1000)
+    loop.run(data * 30)
+    schedule = loop.pulses._schedule
+    assert {b.step - a.step for a, b in pairwise(loop.pulses.records[:START])} == {SHORTEST}
+    before = len(loop.pulses.records)
+    loop.run([(5 * x, y) for x, y in data] * 2)
+    assert schedule.interval == SOON and len(loop.pulses.records) >= before + 5
+    assert loop.warnings == []
+
+
+def test_the_first_pulses_are_not_those_of_the_whole_run() -> None:
+    """The budget of full measurements forecasts pulses from those that come at the usual interval."""
+    clock = FakeClock()
+
+    def timed(model: Any, batch: Any) -> Tensor:
+        clock.advance(0.1)
+        return loss(model, batch)
+
+    loop = Loop(loss=timed)
+    loop.pulses = Pulses(PulseSchedule(True, 0.05), Budget(0.05, clock=clock), 1000)
+    budget = loop.pulses.budget
+    budget.start_training()
+    for batch in batches(4) * 60:
+        clock.advance(1.0)
+        loop.run([batch], loss=loss)
+    first = 0.1 * 3 * START
+    assert budget.starting_pulses == pytest.approx(first, rel=0.1)
+    assert len(loop.pulses.records) > START and 0 < budget._steady < first / 2
 
 
 # ---- state ----
