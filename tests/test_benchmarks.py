@@ -119,9 +119,7 @@ def test_leads_and_false_warnings_are_counted() -> None:
 def test_pulses_of_the_schedule_are_picked_from_recorded_ones() -> None:
     """Every second step has one; ten times the usual ratio and gain from step 400 on."""
     usual = [Step(1.0, 1.0, 1.0, 1.0, 1.0, 0.2) if i % 2 == 0 else Step(1.0, 1.0, 1.0, 1.0) for i in range(500)]
-    unusual = [
-        s._replace(gain=10 * s.gain, curvature=100 * s.curvature) if i >= 400 else s for i, s in enumerate(usual)
-    ]
+    unusual = [step._replace(gain=10 * step.gain, curvature=100 * step.curvature) for step in usual[400:]]
     taken = [
         monitored(make, looks_closer, 0.33, 0, Recorded("MLP", "SGD", 0, "constant", 500, usual[:400] + unusual))
         for make, looks_closer in RULES.values()
