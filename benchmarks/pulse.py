@@ -25,10 +25,15 @@ import curvmon
 from benchmarks.alerts import table
 from benchmarks.header import measured_on
 from benchmarks.networks import Decoder, classification_loss, next_token_loss
+from benchmarks.pulse_budget import budget_section
 from benchmarks.pulse_networks import OPTIMIZERS, REPORTED
 from benchmarks.pulse_runs import AT, EVENTS, EVERY, SPARSE_AT, SPARSE_EVERY, Recorded, Step, recorded, recorded_sparse
 from benchmarks.pulse_trials import all_trials, shares
 from curvmon.alerts.instability import InstabilityDetector
+from curvmon.monitor.batch_samples import sample_count
+from curvmon.monitor.measurement import Target
+from curvmon.monitor.pulse_schedule import WANTED
+from curvmon.monitor.pulse_taker import LEAST, SLICE, WHOLE, PulseTaker
 from curvmon.operators.session import Loss
 from tests.helpers.resnet import resnet18
 
@@ -39,6 +44,8 @@ REARM = 40
 MEMORY = 50
 """steps whose median is what is usual for a baseline"""
 SPARSE = ("MLP", "LSTM")
+TIMES = 5
+"""that what is timed runs; the first is not counted"""
 UNSTABLE = ("ramp, 1 % per step", "ramp, 2 % per step", "ramp, 5 % per step", "inputs grow", "samples repeated")
 """events that destabilise training; the others raise the loss by themselves, or within a few steps"""
 
@@ -176,22 +183,49 @@ def critical_table(seeds: list[int], data: Path | None, cache: Path) -> str:
 
 def networks_of_usual_size() -> Iterator[tuple[str, nn.Module, Any, Loss]]:
     torch.manual_seed(0)
-    images = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
-    yield "ResNet-18 shape, 32 images of 32 x 32", resnet18(seed=0), images, classification_loss
+    for size in (32, 128):
+        images = torch.randn(size, 3, 32, 32), torch.randint(10, (size,))
+        yield f"ResNet-18 shape, {size} images of 32 x 32", resnet18(seed=0), images, classification_loss
     decoder = Decoder(layers=6, width=128, vocabulary=512)
     yield "GPT-like, 6 layers of 128, 8 x 128 tokens", decoder, torch.randint(512, (8, 128)), next_token_loss
 
 
 def cost_table() -> str:
     """Computing time of this process, of which other processes take nothing."""
-    rows = [["", "a pulse, in training steps", "a pulse every … steps costs 1 %"]]
+    rows = [["", "`curvmon.pulse`, in training steps", "the monitor's pulse", "at 1 %, one in … steps", "samples"]]
     for name, model, batch, loss in networks_of_usual_size():
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         step = seconds(partial(train, model, batch, loss, optimizer))
         u = [1e-3 * p.grad for p in model.parameters() if p.grad is not None]
-        steps = seconds(partial(curvmon.pulse, model, batch, loss=loss, step=u)) / step
-        rows.append([name, f"{steps:.1f}", f"{100 * steps:.0f}"])
+        exact = seconds(partial(curvmon.pulse, model, batch, loss=loss, step=u)) / step
+        for samples in (None, LEAST):
+            own, used = monitors_pulse(model, batch, loss, optimizer, samples)
+            cells = [name, f"{exact:.1f}"] if samples is None else ["", ""]
+            rows.append([*cells, f"{own / step:.2f}", f"{math.ceil(100 * own / step)}", str(used)])
+            if used == LEAST:
+                break
     return table(rows)
+
+
+def monitors_pulse(
+    model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer, samples: int | None
+) -> tuple[float, int]:
+    """Seconds around training steps, with the copies before them and without the check of every hundredth; samples."""
+    taker, target = PulseTaker(), Target(model, loss, torch.device("cpu"))
+    taker.samples = samples
+    times, used = [], 0
+    for _ in range(TIMES):
+        began = time.process_time()
+        taker.prepare(model, batch)
+        prepared = time.process_time() - began
+        used = sample_count(taker._batch) or 0
+        train(model, batch, loss, optimizer)
+        began = time.process_time()
+        assert taker.take(target, 1) is not None
+        times.append(time.process_time() - began + prepared)
+        taker.forget()
+    assert taker.from_losses
+    return statistics.median(times[1:]), used
 
 
 def train(model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
@@ -203,7 +237,7 @@ def train(model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optim
 def seconds(call: Callable[[], object]) -> float:
     call()
     times = []
-    for _ in range(7):
+    for _ in range(TIMES - 1):
         began = time.process_time()
         call()
         times.append(time.process_time() - began)
@@ -252,6 +286,7 @@ def report(seeds: list[int], data: Path | None, cache: Path) -> str:
         warnings_table({**finders, **BASELINES}, runs),
         "The same without `advance`, which passes on the learning rates of steps without a pulse:",
         warnings_table(pulses_only, runs),
+        *budget_section(runs, UNSTABLE),
         "### By event, optimizer and network",
         "Runs, and the median number of steps from the event to the rise of the loss, which no lead can exceed:",
         table([["", "runs", "steps to the rise"], *spread]),
@@ -271,6 +306,8 @@ def report(seeds: list[int], data: Path | None, cache: Path) -> str:
         "is not positive.",
         critical_table(seeds, data, cache),
         "### Cost",
+        f"The monitor takes the whole batch up to {WHOLE} samples, else {SLICE}, and halves them down to {LEAST} where "
+        f"pulses would be more than {WANTED} steps apart.",
         cost_table(),
         measured_on("pulse"),
     ]

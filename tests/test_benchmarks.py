@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.all import DOCS, TABLES, joined
 from benchmarks.header import VARIABLE, cached, commit, measured_on
 from benchmarks.new_user import Stopwatch, quarters
 from benchmarks.pulse import false_warnings, leads, ours, spikes, summary
+from benchmarks.pulse_budget import RULES, monitored
 from benchmarks.pulse_networks import OPTIMIZERS, REPORTED, TUNED, Family, loss
 from benchmarks.pulse_runs import EVENTS, Recorded, Run, Step
 from benchmarks.pulse_trials import trials
@@ -112,6 +114,25 @@ def test_leads_and_false_warnings_are_counted() -> None:
     assert false_warnings(lambda run: [50, 150], runs) == (2, 300)
     assert false_warnings(lambda run: [i for i in (50, 150) if i < len(run.steps)], runs[:2]) == (1, 100)
     assert spikes(recorded_run("constant", [*quiet, 4.0])) == [300] and spikes(runs[0]) == []
+
+
+def test_pulses_of_the_schedule_are_picked_from_recorded_ones() -> None:
+    """Every second step has one; ten times the usual ratio and gain from step 400 on."""
+    usual = [Step(1.0, 1.0, 1.0, 1.0, 1.0, 0.2) if i % 2 == 0 else Step(1.0, 1.0, 1.0, 1.0) for i in range(500)]
+    unusual = [step._replace(gain=10 * step.gain, curvature=100 * step.curvature) for step in usual[400:]]
+    taken = [
+        monitored(make, looks_closer, 0.33, 0, Recorded("MLP", "SGD", 0, "constant", 500, usual[:400] + unusual))
+        for make, looks_closer in RULES.values()
+    ]
+    assert all(i % 2 == 0 for of in taken for i in of.pulses)
+    assert {b - a for a, b in pairwise(taken[0].pulses)} == {34}
+    assert taken[1].pulses[:20] == taken[2].pulses[:20] == list(range(10, 201, 10))
+    assert len(taken[2].pulses) >= len(taken[1].pulses) + 10
+    assert taken[0].raised_at == [] and 400 < taken[2].raised_at[0] < 450
+    assert monitored(*RULES["at a fixed interval"], 0.33, 0, Recorded("MLP", "SGD", 0, "constant", 500, usual)) == (
+        [],
+        taken[0].pulses,
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -128,11 +128,9 @@ class InstabilityDetector:
         """Take one more pulse; those that are not finite are ignored."""
         rate = record.learning_rate if math.isfinite(record.learning_rate) else 1.0
         self._largest_rate = max(self._largest_rate, rate)
-        if rate <= 0 or rate < SHORT * self._largest_rate:
+        if is_step_ignored(rate, record.gain, record.curvature, self._largest_rate):
             return None
         gain, curvature, loss = record.gain / rate, record.curvature / rate**2, record.loss
-        if not (math.isfinite(gain) and math.isfinite(curvature)):
-            return None
         if self._rates and JUMP * self._rates[-1] < rate <= GROWN * self._settled_rate:
             self._forget()
         self._move(record.step, rate)
@@ -161,6 +159,16 @@ class InstabilityDetector:
         if not self._outgrows(learning_rate, usual):
             return None
         return self._raise(learning_rate, usual, "learning_rate", learning_rate / self._settled_rate)
+
+    @property
+    def largest_rate(self) -> float:
+        """The largest learning rate so far."""
+        return self._largest_rate
+
+    def usual(self, rate: float) -> tuple[float, float]:
+        """Step ratio and g^T u / η at comparable learning rates; NaN before there are any."""
+        gains = [gain for other, gain, _ in self._usual_gains if rate / SIMILAR < other < rate * SIMILAR]
+        return self._usual(rate), statistics.median(gains) if len(gains) >= FEWEST else math.nan
 
     def usual_range(self) -> tuple[float, float] | None:
         """10 % and 90 % quantiles of the step ratios at comparable learning rates."""
@@ -292,6 +300,13 @@ class InstabilityDetector:
             return None
         self._headroom_reported = True
         return Instability("rate_headroom", self.step_ratio, usual, rate, rate * HEALTHY / HEADROOM)
+
+
+def is_step_ignored(rate: float, gain: float, curvature: float, largest_rate: float) -> bool:
+    """Nothing can be said about steps that are too short or not finite."""
+    if rate <= 0 or rate < SHORT * largest_rate:
+        return True
+    return not (math.isfinite(gain / rate) and math.isfinite(curvature / rate**2))
 
 
 def _inverse_rate(gains: Sequence[float], curvatures: Sequence[float]) -> float:

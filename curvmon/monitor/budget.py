@@ -57,6 +57,7 @@ class Budget:
         measured: seconds spent measuring and reporting.
         vital_seconds: those of them for vital signs.
         pulse_seconds: those of them for pulses.
+        starting_pulses: those of them for the first pulses, which come more often than the others.
         skipped: number of skipped measurements.
         last_seconds: how long the last measurement took.
     """
@@ -72,6 +73,7 @@ class Budget:
         self.measured = 0.0
         self.vital_seconds = 0.0
         self.pulse_seconds = 0.0
+        self.starting_pulses = 0.0
         self.skipped = 0
         self.last_seconds = 0.0
         self._clock = clock
@@ -171,7 +173,7 @@ class Budget:
     @property
     def _steady(self) -> float:
         """Seconds for what is spent throughout a run, whatever is planned."""
-        return self.vital_seconds + self.pulse_seconds
+        return self.vital_seconds + self.pulse_seconds - self.starting_pulses
 
     def _seconds_left(self) -> float:
         """For measuring, after vital signs and pulses of the rest of the run and the pictures at its end."""
@@ -274,6 +276,7 @@ class Budget:
             "report_seconds": self._report_seconds,
             "vital_seconds": self.vital_seconds,
             "pulse_seconds": self.pulse_seconds,
+            "starting_pulses": self.starting_pulses,
             "sharpness_seconds": self._sharpness_seconds,
             "position": asdict(self._position),
         }
@@ -282,7 +285,7 @@ class Budget:
         self.measured, self._trained = state["measured"], state["trained"]
         self.skipped, self._full_seconds = state["skipped"], state["full_seconds"]
         self.vital_seconds, self._sharpness_seconds = state["vital_seconds"], state["sharpness_seconds"]
-        self.pulse_seconds = state["pulse_seconds"]
+        self.pulse_seconds, self.starting_pulses = state["pulse_seconds"], state["starting_pulses"]
         self._position = Position(**state["position"])
         self._is_timed = self._full_seconds is not None
         self._has_measured, self._report_seconds = state["has_measured"], state["report_seconds"]

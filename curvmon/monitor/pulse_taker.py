@@ -99,13 +99,10 @@ class PulseTaker:
         """Free the copies."""
         self._before, self._batch, self._error = {}, None, None
 
-    def use_fewer(self, least: int = LEAST) -> bool:
-        """Half of the samples from now on; False if that would be too few."""
-        size = None if self._batch is None else sample_count(self._batch)
-        if size is None or size // 2 < least:
-            return False
-        self.samples = size // 2
-        return True
+    @property
+    def prepared_samples(self) -> int:
+        """Of the batch that is prepared; 0 where they cannot be counted, or there is none."""
+        return (sample_count(self._batch) or 0) if self._batch is not None else 0
 
     def _has_moved(self, model: nn.Module) -> bool:
         now = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -118,12 +115,12 @@ class PulseTaker:
 
         Nothing raises but interrupts.
         """
-        is_due = self.from_losses and self._error is None and self._pulses % CHECK_EVERY == 0
-        if not is_due or not self._has_moved(target.model):
+        if not self.from_losses or self._error is not None or self._pulses % CHECK_EVERY:
             return
-        batch = first_samples(self._batch, CHECKED)
-        with suppress(Exception), _undisturbed(target, world_size):  # `take` fails in the same way, and raises
-            self.from_losses = self._agree(target, batch)
+        with suppress(Exception):  # `take` fails in the same way, and raises
+            if self._has_moved(target.model):
+                with _undisturbed(target, world_size):
+                    self.from_losses = self._agree(target, first_samples(self._batch, CHECKED))
 
     def _agree(self, target: Target, batch: Any) -> bool:
         before = list(self._before.values())

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from curvmon.alerts.instability import Instability, InstabilityDetector
+from curvmon.alerts.suspicion import Suspicion
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import RESPONSES, Failure, classify, describe
 from curvmon.monitor.measurement import Target, Warn
 from curvmon.monitor.pairs_and_spectrum import release_memory
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulse_schedule import PulseSchedule
-from curvmon.monitor.pulse_taker import PulseTaker, TakenPulse
+from curvmon.monitor.pulse_taker import LEAST, PulseTaker, TakenPulse
 from curvmon.records import PulseRecord
 from curvmon.records.pulses import most_concentrated
 
@@ -57,8 +58,11 @@ class Pulses:
         self._size = size
         self._taker = PulseTaker()
         self._detector = InstabilityDetector()
+        self._suspicion = Suspicion()
         self._off = False
         self._failures = 0
+        self._without_move = 0
+        """steps in a row that were prepared for a pulse and did not move the parameters"""
         self._prepared_in = 0.0
         self.records: list[PulseRecord] = []
 
@@ -66,6 +70,11 @@ class Pulses:
     def is_prepared(self) -> bool:
         """The next `after_step` takes a pulse."""
         return self._taker.is_prepared
+
+    def start(self) -> None:
+        """Before a run: what another one has prepared, which ended with an error, is not of this one's step."""
+        self._taker.forget()
+        self._prepared_in = 0.0
 
     def before_step(self, model: nn.Module, batch: Any) -> None:
         """Before the forward pass of a batch; several times before a step where gradients are accumulated."""
@@ -131,11 +140,16 @@ class Pulses:
         taken = [outcome for outcome in outcomes if isinstance(outcome, TakenPulse)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
-            self._failed(failures[0], warn)
+            self._failed(failures[0], ranks, warn)
         if len(taken) < len(outcomes):
+            self._without_move += not failures
+            if self._without_move >= MOST_FAILURES:  # not a copy of the parameters in every step
+                self._schedule.failed()
             return None
-        self._failures = 0
+        self._failures = self._without_move = 0
         pulses = [outcome.pulse for outcome in taken]
+        if self._schedule.is_starting:
+            self.budget.starting_pulses += seconds
         record = replace(
             record,
             gain=_mean([pulse.gain for pulse in pulses]),
@@ -146,7 +160,7 @@ class Pulses:
         with self.budget.taking_pulse():
             decision: _Decision = ranks.broadcast(self._decide(record, seconds, warn) if ranks.rank == 0 else None)
         self._schedule.follow(decision.interval)
-        if decision.fewer and self._taker.use_fewer():
+        if decision.fewer and self._use_fewer(ranks, LEAST):
             self._schedule.became_cheaper(0.5)
         self.records = [*self.records, decision.record][-self._size :]
         return decision.record, decision.event
@@ -159,23 +173,33 @@ class Pulses:
             return Failure(classify(error), describe(error))
 
     def _decide(self, record: PulseRecord, seconds: float, warn: Warn) -> _Decision:
-        event = None
+        event, is_suspicious = None, False
         try:
             event = self._detector.update(record)
+            is_suspicious = self._suspicion.update(record, self._detector)
         except Exception as error:  # the other ranks are waiting
             warn(_NOT_JUDGED.format(describe(error)), "step ratio")
         record = replace(record, step_ratio=self._detector.step_ratio, critical_lr=self._detector.critical_lr)
-        interval = self._schedule.took(seconds, self.budget.trained)
-        return _Decision(record, event, interval, self._schedule.wants_cheaper(interval))
+        trained = self.budget.trained
+        interval = self._schedule.took(seconds, trained, is_suspicious)
+        return _Decision(record, event, interval, self._schedule.wants_cheaper(trained))
 
-    def _failed(self, failure: Failure, warn: Warn) -> None:
+    def _use_fewer(self, ranks: Ranks, least: int) -> bool:
+        """Half of the samples from now on; False if that would be too few. All ranks together, the same on all."""
+        samples = min(ranks.gather(self._taker.prepared_samples)) // 2
+        if samples < least:
+            return False
+        self._taker.samples = samples
+        return True
+
+    def _failed(self, failure: Failure, ranks: Ranks, warn: Warn) -> None:
         """Pulses stop where the reason lasts. That training has diverged is what vital signs are for."""
-        self._schedule.follow(self._schedule.interval)
+        self._schedule.failed()
         if failure.kind == "diverged":
             return
         if failure.kind == "memory":
             release_memory()
-            if self._taker.use_fewer(least=1):
+            if self._use_fewer(ranks, 1):
                 return
         self._failures += 1
         self._off = not RESPONSES[failure.kind].retry_later or self._failures >= MOST_FAILURES
@@ -188,16 +212,20 @@ class Pulses:
             "schedule": self._schedule.state_dict(),
             "taker": self._taker.state_dict(),
             "detector": self._detector.state_dict(),
+            "suspicion": self._suspicion.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """All of the state, or, if it raises, none of it."""
-        schedule, taker, detector = copy.copy(self._schedule), PulseTaker(), InstabilityDetector()
+        schedule, taker = copy.copy(self._schedule), PulseTaker()
+        detector, suspicion = InstabilityDetector(), Suspicion()
         records = [PulseRecord.from_dict(record) for record in state["records"]][-self._size :]
         schedule.load_state_dict(state["schedule"])
         taker.load_state_dict(state["taker"])
         detector.load_state_dict(state["detector"])
-        self._schedule, self._taker, self._detector, self.records = schedule, taker, detector, records
+        suspicion.load_state_dict(state["suspicion"])
+        self._schedule, self._taker, self.records = schedule, taker, records
+        self._detector, self._suspicion = detector, suspicion
 
 
 def _mean(values: list[float]) -> float:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from curvmon.monitor import pulse_taker
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.measurement import Target
 from curvmon.monitor.process_group import Ranks
-from curvmon.monitor.pulse_schedule import PulseSchedule
+from curvmon.monitor.pulse_schedule import SHORTEST, SOON, START, PulseSchedule
 from curvmon.monitor.pulses import Pulses
 from curvmon.operators import loss_differences
 from curvmon.records import PulseRecord
@@ -427,6 +428,44 @@ def test_out_of_memory_halves_the_slice() -> None:
     agrees(loop.pulses.records[0], loop, tuple(part[:4] for part in data[2]))
 
 
+class OtherRankCannotSlice(Ranks):
+    """This rank of two; the other one has a batch whose samples cannot be counted."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, 0 if isinstance(value, int) else value]
+
+
+def test_ranks_take_fewer_samples_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that went on while another stops its pulses would wait for it forever."""
+
+    def never(model: Any, batch: Any) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    loop = Loop(every=1, loss=never)
+    monkeypatch.setitem(Loop.run.__globals__, "Ranks", OtherRankCannotSlice)
+    loop.run(batches(12), loss=loss)
+    assert loop.pulses._taker.samples is None and not loop.pulses.records
+    assert len(loop.warnings) >= 1 and loop.warnings[-1].startswith("no pulses in this run")
+
+
+def test_steps_that_do_not_move_are_not_copied_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    prepare = pulse_taker.PulseTaker.prepare
+    monkeypatch.setattr(
+        pulse_taker.PulseTaker, "prepare", lambda self, *arguments: made.append(1) or prepare(self, *arguments)
+    )
+    loop = Loop(every=10, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).run(batches(100))
+    assert not loop.pulses.records and len(made) <= 12
+
+
+def test_a_run_starts_without_what_an_earlier_one_has_prepared() -> None:
+    loop = Loop(every=1)
+    loop.pulses.before_step(loop.model, batches(1)[0])
+    assert loop.pulses.is_prepared
+    loop.pulses.start()
+    assert not loop.pulses.is_prepared
+
+
 @pytest.mark.parametrize("at", range(1, 8))
 def test_an_interrupt_leaves_no_trace(at: int) -> None:
     """Also in the middle of a pulse: the parameters are those after the step."""
@@ -457,9 +496,46 @@ def test_samples_are_halved_until_a_pulse_is_affordable_every_fifty_steps() -> N
         clock.advance(1.0)
         loop.run([batch], loss=loss)
     taker, schedule = loop.pulses._taker, loop.pulses._schedule
-    assert taker.samples == 8 and 45 <= schedule.interval <= 55
+    assert taker.samples == 8 and 50 <= schedule._regular(400.0) <= 62
     # the first one says whether losses will do, and is paid for by the free seconds
     assert len(loop.pulses.records) >= 5
+
+
+# ---- suspicion ----
+
+
+def test_pulses_come_soon_where_one_is_unusual() -> None:
+    """Inputs of five times the scale: a gain of 25 times the usual one."""
+    data = batches(10)
+    loop = Loop(model=nn.Linear(6, 3))
+    loop.pulses = Pulses(PulseSchedule(True, None), Budget(None, clock=FakeClock()), 1000)
+    loop.run(data * 30)
+    schedule = loop.pulses._schedule
+    assert {b.step - a.step for a, b in pairwise(loop.pulses.records[:START])} == {SHORTEST}
+    before = len(loop.pulses.records)
+    loop.run([(5 * x, y) for x, y in data] * 2)
+    assert schedule.interval == SOON and len(loop.pulses.records) >= before + 5
+    assert loop.warnings == []
+
+
+def test_the_first_pulses_are_not_those_of_the_whole_run() -> None:
+    """The budget of full measurements forecasts pulses from those that come at the usual interval."""
+    clock = FakeClock()
+
+    def timed(model: Any, batch: Any) -> Tensor:
+        clock.advance(0.1)
+        return loss(model, batch)
+
+    loop = Loop(loss=timed)
+    loop.pulses = Pulses(PulseSchedule(True, 0.05), Budget(0.05, clock=clock), 1000)
+    budget = loop.pulses.budget
+    budget.start_training()
+    for batch in batches(4) * 60:
+        clock.advance(1.0)
+        loop.run([batch], loss=loss)
+    first = 0.1 * 3 * START
+    assert budget.starting_pulses == pytest.approx(first, rel=0.1)
+    assert len(loop.pulses.records) > START and 0 < budget._steady < first / 2
 
 
 # ---- state ----
@@ -486,7 +562,7 @@ def test_state() -> None:
 def test_state_that_cannot_be_read_changes_nothing() -> None:
     loop = Loop(every=2).run(batches(6))
     state = copy.deepcopy(loop.pulses.state_dict())
-    for part in ("schedule", "taker", "detector", "records"):
+    for part in ("schedule", "taker", "detector", "suspicion", "records"):
         with pytest.raises(Exception):  # noqa: B017 - whatever reading it raises
             loop.pulses.load_state_dict({**state, part: {"no": 1}})
         assert loop.pulses.state_dict() == state

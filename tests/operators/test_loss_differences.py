@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvmon.errors import DivergedError, InputError, NonFiniteError
-from curvmon.operators.loss_differences import ChangingLossError, LossDifferences, open_loss_along_step
+from curvmon.operators.loss_differences import MOST_SPACING, ChangingLossError, LossDifferences, open_loss_along_step
 from curvmon.pulse import pulse_at
 from tests.helpers.small_classifiers import BATCH, MODELS, loss
 from tests.helpers.spectrum_cases import dense_hessian
@@ -198,3 +198,29 @@ def test_a_step_along_which_nothing_changes() -> None:
 
     found = along(model, [p.detach() + 1 for p in model.parameters()], of=constant)
     assert found.gain == found.curvature == 0.0 and isinstance(found, LossDifferences)
+
+
+def test_a_loss_of_zero_keeps_the_spacing() -> None:
+    """Nothing says which one would be better, and the next pulse begins with it."""
+    model = torch.nn.Linear(3, 1)
+    before = [p.detach() + 0.1 for p in model.parameters()]
+    x = torch.randn(8, 3)
+    spacing = 1.0
+    for _ in range(5):
+        with open_loss_along_step(model, x, loss=lambda m, x: m(x).sum() * 0, before=before) as along:
+            found = along.differences(spacing)
+        assert found.gain == found.curvature == 0
+        spacing = found.next_spacing
+    assert spacing == 1.0
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e9])
+def test_the_spacing_is_bounded(size: float) -> None:
+    model = torch.nn.Linear(3, 1, bias=False)
+    before = [p.detach() + size for p in model.parameters()]
+    x = torch.randn(8, 3)
+    spacing = 1.0
+    for _ in range(5):
+        with open_loss_along_step(model, x, loss=lambda m, x: m(x).square().mean() + 1, before=before) as along:
+            spacing = along.differences(spacing).next_spacing
+        assert 1 / MOST_SPACING <= spacing <= MOST_SPACING
