@@ -12,7 +12,9 @@ from curvmon.alerts.features import NETWORK_FAMILIES, features_of
 from curvmon.alerts.instability import Instability
 from curvmon.alerts.instability_alert import alert_of_instability
 from curvmon.alerts.messages import alert_of_change
+from curvmon.alerts.rate_growth import rate_growth
 from curvmon.alerts.rule_checker import RuleChecker
+from curvmon.alerts.rule_messages import alert_of_explosion
 from curvmon.alerts.rules import AlertRules
 from curvmon.records import Alert, Snapshot
 
@@ -63,8 +65,8 @@ class AlertManager:
             self._network.restart(None)
             self._layers.restart(None)
         if "dead_network" in kinds:  # which says why everything changed
-            changes = []
-        if changes or "dead_network" in kinds:  # which say that the loss rose
+            changes, rules = [], _with_the_loss_first(rules)
+        if changes:  # which say that the loss rose
             rules = [alert for alert in rules if alert.kind != "loss_explosion"]
         return self.record([*changes, *rules])
 
@@ -87,10 +89,11 @@ class AlertManager:
             self._network.restart(network or None)
         deviations = self._network.deviations if network else []
         deviations = deviations + (self._layers.deviations if snapshot.is_full else [])
+        growth = rate_growth(past, snapshot)
         past = [each for each in past if each.is_full] if of_layers is not None else past
         before = past[-change.age] if len(past) >= change.age else None
         evidence = self._network.evidence_by_family(deviations)
-        return [alert_of_change(change._replace(deviations=deviations), evidence, causes, before, snapshot)]
+        return [alert_of_change(change._replace(deviations=deviations), evidence, causes, before, snapshot, growth)]
 
     def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot] = ()) -> list[Alert]:
         """What a snapshot raises where something was not finite."""
@@ -148,3 +151,12 @@ class AlertManager:
             last_step = state["last_step"]
         self._network, self._layers, self._checker, self._context = network, layers, checker, context
         self._nodes, self._last_step, self.raised = nodes, last_step, raised
+
+
+def _with_the_loss_first(rules: list[Alert]) -> list[Alert]:
+    """Of a loss that exploded and a dead network, one alert: the loss, with the network as evidence."""
+    by_kind = {alert.kind: alert for alert in rules}
+    if "loss_explosion" not in by_kind:
+        return rules
+    alert = alert_of_explosion(by_kind["loss_explosion"], by_kind["dead_network"])
+    return [alert, *(each for each in rules if each.kind not in ("loss_explosion", "dead_network"))]

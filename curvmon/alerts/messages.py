@@ -11,6 +11,7 @@ from curvmon.alerts.detector import Change
 from curvmon.alerts.features import Family, FeatureDeviation
 from curvmon.alerts.location import AFFECTED, Location, locate, suspected_node, suspected_weights
 from curvmon.alerts.observations import checkpoint, evidence, is_visible, loss_rose, raised_rate, since
+from curvmon.alerts.rate_growth import RateGrowth
 from curvmon.alerts.wording import JUMPED, MAX_HEADLINE, before_after, headline, times, verb
 from curvmon.metrics.registry import (
     MetricSpec,
@@ -62,13 +63,16 @@ def alert_of_change(
     causes: Sequence[Cause],
     before: Snapshot | None,
     now: Snapshot,
+    growth: RateGrowth | None = None,
 ) -> Alert:
     """One alert for all features that deviate.
 
     It reports the metric of the family with the most significance among those whose values differ visibly, or a loss
-    that jumped.
+    that jumped. Norms grow where the learning rate does: with `growth`, no place, headline or suggestion follows them.
     """
-    deviations = change.deviations
+    deviations, measured = change.deviations, causes
+    if growth is not None:
+        causes = [cause for cause in causes if cause.kind not in ("weights", "statistics")]
     location = locate(deviations, causes, now)
     families = sorted(significance, key=lambda name: -significance[name])
     by_family = {family: _reported_change(family, deviations, location, before, now) for family in families}
@@ -90,8 +94,8 @@ def alert_of_change(
         step=now.step,
         epoch=now.epoch,
         headline=_headline(reported, location, causes, now),
-        evidence=evidence(_first_evidence(reported), before, now, causes, reported.spec.name),
-        suggestion=_suggestion(reported, location, causes, before, now),
+        evidence=evidence(_first_evidence(reported), before, now, measured, reported.spec.name, growth),
+        suggestion=_suggestion(location, causes, before, now, growth),
         others=tuple(str(pair) for pair in location.pairs[:MAX_NAMED] if str(pair) != reported.where),
     )
 
@@ -171,7 +175,11 @@ def _first_evidence(change: ReportedChange) -> list[str]:
 
 
 def _suggestion(
-    change: ReportedChange, location: Location, causes: Sequence[Cause], before: Snapshot | None, now: Snapshot
+    location: Location,
+    causes: Sequence[Cause],
+    before: Snapshot | None,
+    now: Snapshot,
+    growth: RateGrowth | None,
 ) -> str:
     """One imperative sentence, by what changed at the same time."""
     when = since(before, now)
@@ -187,6 +195,8 @@ def _suggestion(
         if loss_rose(before, now):
             return f"Lower the learning rate, and go back to {checkpoint(before, now)}."
         return f"Check why the learning rate rose {when}, and lower it if the loss starts to rise."
+    if growth is not None:
+        return "Check the learning rate."
     weights = suspected_weights(causes, nodes)
     if weights is not None:
         which = "{}" if weights[0] == "{}" else f"the {weights[0]}"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from curvmon.alerts.context import Cause, Kind
+from curvmon.alerts.rate_growth import RateGrowth, learning_rate
 from curvmon.alerts.wording import before_after
 from curvmon.records import Snapshot
 
@@ -21,9 +22,15 @@ def is_visible(before: float, after: float) -> bool:
 
 
 def evidence(
-    first: Sequence[str], before: Snapshot | None, now: Snapshot, causes: Sequence[Cause] = (), reported: str = ""
+    first: Sequence[str],
+    before: Snapshot | None,
+    now: Snapshot,
+    causes: Sequence[Cause] = (),
+    reported: str = "",
+    growth: RateGrowth | None = None,
 ) -> tuple[str, ...]:
-    """At most four points: `first`, the loss if it changed, the causes, then whatever else changed; two at least.
+    """At most four points: `first`, the loss if it changed, a learning rate that grew, the causes, then whatever else
+    changed; two at least.
 
     Args:
         first: points of the alert itself.
@@ -31,18 +38,21 @@ def evidence(
         now: the snapshot of the alert.
         causes: changes of the context at the same time.
         reported: name of the metric that `first` is about.
+        growth: of the learning rate.
     """
     loss = _observed("loss of the probe batch", lambda s: s.loss, before, now) if reported != "loss" else None
     points = [*first]
     if loss is not None and loss[1]:
         points.append(loss[0])
+    jumped = any(cause.kind == "learning rate" for cause in causes)
+    if growth is not None and not (jumped and growth.validations == 1):  # which the causes say
+        points.append(growth.text)
     if causes:
         points.append(f"at the same time: {list_causes(causes)}")
-    rates = any(cause.kind == "learning rate" for cause in causes)
     others = [
         None if reported == "lambda_1" else _observed("sharpness λ_1", lambda s: s.sharpness, before, now),
-        None if rates else _observed("learning rate", lambda s: _vital(s, "learning_rate"), before, now),
-        _observed("norm of all weights", lambda s: _vital(s, "weight_norm"), before, now),
+        None if jumped or growth is not None else _observed("learning rate", learning_rate, before, now),
+        _observed("norm of all weights", _weight_norm, before, now),
     ]
     points += [text for text, visible in filter(None, others) if visible]
     if len(points) < 2 and loss is not None:
@@ -80,8 +90,8 @@ def checkpoint(before: Snapshot | None, now: Snapshot) -> str:
     return f"a checkpoint of the validation at step {before.step}, or an earlier one"
 
 
-def _vital(snapshot: Snapshot, name: str) -> float:
-    return math.nan if snapshot.vitals is None else getattr(snapshot.vitals, name)
+def _weight_norm(snapshot: Snapshot) -> float:
+    return math.nan if snapshot.vitals is None else snapshot.vitals.weight_norm
 
 
 def _observed(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from curvmon.alerts.context import Cause
+from curvmon.alerts.rate_growth import rate_growth
 from curvmon.alerts.rule_messages import Occasion, Violation, alert_of_divergence, alert_of_violation
 from curvmon.alerts.rules import AlertRules
 from curvmon.records import Alert, Snapshot
@@ -86,14 +87,15 @@ class RuleChecker:
             return []
         self._raised.append("not_finite")
         before = next((each for each in reversed(past) if math.isfinite(each.loss)), None)
-        return [alert_of_divergence(reason, snapshot, before)]
+        return [alert_of_divergence(reason, snapshot, before, rate_growth(past, snapshot))]
 
     def _occasion(
         self, violation: Violation, now: Snapshot, past: Sequence[Snapshot], causes: Sequence[Cause]
     ) -> Occasion:
         streak, rule = self._streaks[violation.rule], violation.rule
         compared = [snapshot for snapshot in past if _has_value(snapshot, rule)]
-        return Occasion(now, compared[-streak] if len(compared) >= streak else None, causes, streak)
+        before = compared[-streak] if len(compared) >= streak else None
+        return Occasion(now, before, causes, streak, rate_growth(past, now))
 
     def _new_violations(self, violations: list[Violation], checked: set[str]) -> list[Violation]:
         """Rules that could not be checked keep their state: a missing value does not end a condition."""

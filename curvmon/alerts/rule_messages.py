@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from curvmon.alerts.context import Cause
-from curvmon.alerts.observations import checkpoint, evidence, loss_rose, raised_rate
+from curvmon.alerts.observations import MAX_EVIDENCE, checkpoint, evidence, loss_rose, raised_rate
+from curvmon.alerts.rate_growth import RateGrowth
 from curvmon.alerts.wording import JUMPED, before_after, headline, times
 from curvmon.records import PROBE_LOSS, Alert, Level, Snapshot
 from curvmon.records.formatting import short
 
 _LOWER = "Lower the learning rate, or warm it up longer."
-_USUAL = "most runs train at this edge of stability"
 STABILITY = "λ_1 over the largest stable sharpness of the optimizer, on the probe batch"
 
 
@@ -39,6 +40,8 @@ class Occasion(NamedTuple):
     causes: Sequence[Cause] = ()
     lasting: int = 1
     """measurements in a row at which it has held"""
+    growth: RateGrowth | None = None
+    """of the learning rate"""
 
 
 class Text(NamedTuple):
@@ -65,13 +68,19 @@ def alert_of_violation(violation: Violation, occasion: Occasion) -> Alert:
         step=now.step,
         epoch=now.epoch,
         headline=headline(text.headline, *text.names, step=now.step),
-        evidence=evidence(text.evidence, occasion.before, now, occasion.causes, text.reported),
+        evidence=evidence(text.evidence, occasion.before, now, occasion.causes, text.reported, occasion.growth),
         suggestion=text.suggestion,
         level=violation.level,
     )
 
 
-def alert_of_divergence(reason: str, now: Snapshot, before: Snapshot | None) -> Alert:
+def alert_of_explosion(explosion: Alert, dead: Alert) -> Alert:
+    """Of a loss that exploded and a dead network, where the same steps did both: the loss leads."""
+    loss, *others = explosion.evidence
+    return replace(explosion, evidence=(loss, dead.evidence[0], *others)[:MAX_EVIDENCE])
+
+
+def alert_of_divergence(reason: str, now: Snapshot, before: Snapshot | None, growth: RateGrowth | None = None) -> Alert:
     """`reason`: what is not finite, where there is no name for it in the vital signs."""
     names = () if now.vitals is None else now.vitals.not_finite
     tensors = [name for name in names if name != PROBE_LOSS]
@@ -98,7 +107,7 @@ def alert_of_divergence(reason: str, now: Snapshot, before: Snapshot | None) -> 
         step=now.step,
         epoch=now.epoch,
         headline=text,
-        evidence=evidence(points, before, now, reported="loss"),
+        evidence=evidence(points, before, now, reported="loss", growth=growth),
         suggestion=f"Go back to {checkpoint(before, now)}, with a lower learning rate or gradient clipping; "
         "detect_anomaly=True of the Trainer names the operation.",
         level="error",
@@ -137,7 +146,8 @@ def _edge_of_stability(violation: Violation, at: Occasion) -> Text:
         f"Sharpness reached the optimizer's stability limit, {short(violation.value)} times it",
         (),
         [_stability(violation, at)],
-        _LOWER if loss_rose(at.before, at.now) else f"Do nothing while the loss falls: {_USUAL}.",
+        "Do nothing while the loss falls (most runs train at this edge of stability); otherwise lower the learning "
+        "rate.",
     )
 
 

@@ -15,7 +15,7 @@ from curvmon import AlertRules
 from curvmon.alerts.context import Context, Source
 from curvmon.alerts.detector import DetectorSettings
 from curvmon.alerts.manager import AlertManager
-from curvmon.records import Snapshot
+from curvmon.records import Snapshot, VitalSigns
 from tests.helpers.synthetic_snapshots import NODES, snapshot
 
 
@@ -140,7 +140,8 @@ def test_a_change_after_a_gap_has_to_be_larger(factor: float, gap: int, expected
     assert raised == expected
 
 
-def test_a_dead_network_is_one_alert_and_its_loss_no_other() -> None:
+@pytest.mark.parametrize("loss", [1.0, 9.0])
+def test_a_dead_network_and_its_loss_are_one_alert(loss: float) -> None:
     rng, manager, past, raised = random.Random(3), AlertManager(), [], []
     for i in range(24):
         now = snapshot(i, rng)
@@ -148,10 +149,50 @@ def test_a_dead_network_is_one_alert_and_its_loss_no_other() -> None:
         if i >= 15:
             dead = torch.full_like(now.measurement.coupling, math.nan)
             zero = torch.zeros_like(dead)
-            now = replace(now, measurement=replace(now.measurement, coupling=dead, resonance=zero, loss=9.0))
-        raised += [(i, alert.kind) for alert in manager.update(now, past) if alert.level != "info"]
+            now = replace(now, measurement=replace(now.measurement, coupling=dead, resonance=zero, loss=loss))
+        raised += [(i, alert) for alert in manager.update(now, past) if alert.level != "info"]
         past.append(now)
-    assert raised == [(15, "dead_network")]
+    ((step, alert),) = raised
+    assert (step, alert.kind) == (15, "dead_network" if loss == 1.0 else "loss_explosion")
+    couplings = [point.startswith("couplings between layers: none is defined") for point in alert.evidence]
+    assert couplings.index(True) == (0 if loss == 1.0 else 1)
+
+
+def test_a_loss_that_exploded_leads_where_the_network_is_dead_too() -> None:
+    """At the third validation, when no detector has enough past: the learning rate was multiplied by 100."""
+    rng, manager, past = random.Random(3), AlertManager(), []
+    for i, (loss, rate) in enumerate([(2.3, 0.02), (1.9, 0.02), (50072.0, 2.0)]):
+        now = replace(snapshot(20 * i, rng), vitals=VitalSigns(learning_rate=rate))
+        assert now.measurement is not None
+        coupling = torch.full_like(now.measurement.coupling, math.nan) if i == 2 else now.measurement.coupling
+        now = replace(now, measurement=replace(now.measurement, coupling=coupling, loss=loss))
+        alerts = manager.update(now, past)
+        past.append(now)
+    (alert,) = alerts
+    assert alert.headline == "The loss jumped from 1.9 to 50072, step 40"
+    assert (alert.kind, alert.level, alert.metric) == ("loss_explosion", "error", "loss")
+    assert alert.evidence == (
+        "loss of the probe batch: 1.9 → 50072 (what the network had learned is lost)",
+        "couplings between layers: none is defined any more, as where all ReLUs are off or all outputs saturate",
+        "learning rate: 0.02 → 2",
+    )
+    assert alert.suggestion.endswith("with a lower learning rate.")
+
+
+def test_a_learning_rate_that_grows_slowly_is_checked_first() -> None:
+    """It never jumps, and the norm of a weight does, as a consequence."""
+    rng, manager, past, raised = random.Random(0), AlertManager(), [], []
+    for i in range(20):
+        rate = 0.02 * 1.3 ** max(0, i - 10)
+        now = replace(snapshot(i, rng, {"b": 3.0} if i >= 15 else None), vitals=VitalSigns(learning_rate=rate))
+        values: dict[Source, float] = {("learning rate", ""): rate, ("weights", "a.weight"): 1.0 if i < 15 else 3.0}
+        raised += manager.update(now, past, Context(values))
+        past.append(now)
+    (alert,) = raised
+    assert alert.step == 15 and "a.weight" not in alert.headline
+    assert "learning rate: 0.02 → 0.0743 within 5 validations" in alert.evidence
+    assert "at the same time: norm of a.weight 1 → 3 (x 3)" in alert.evidence
+    assert alert.suggestion == "Check the learning rate."
 
 
 def test_the_manager_keeps_what_it_raised() -> None:

@@ -15,6 +15,7 @@ from curvmon.alerts.detector import Change
 from curvmon.alerts.features import FeatureDeviation
 from curvmon.alerts.forecast import Deviation
 from curvmon.alerts.messages import ReportedChange, _mean, alert_of_change
+from curvmon.alerts.rate_growth import RateGrowth
 from curvmon.records import Snapshot
 from tests.helpers.synthetic_snapshots import NODES, snapshot
 
@@ -24,10 +25,17 @@ HEAD = WEIGHT._replace(name="head.weight", after=4.0)
 LOSS = Cause("training loss", "", "x 3", 9.0, True, 0.2, 0.6)
 VARIANCE = Cause("statistics", "b.running_var", "x 2", 8.0, True, 1.0, 2.0)
 MEAN = Cause("statistics", "b.running_mean", "x 2", 7.0, True, 3.0, 6.0)
+GROWTH = RateGrowth(0.02, 0.31, 5)
 CUT = Cause("operations", "b", "1 fewer Add", math.inf, True)
 
 
-def alert(*causes: Cause, sizes: dict[str, float] | None = None, loss: float = 1.0, names: str = "") -> Alert:
+def alert(
+    *causes: Cause,
+    sizes: dict[str, float] | None = None,
+    loss: float = 1.0,
+    names: str = "",
+    growth: RateGrowth | None = None,
+) -> Alert:
     """The resonance of b tripled. `names`: what the names of the layers begin with."""
     rng = random.Random(0)
     before, now = (named(s, names) for s in (snapshot(0, rng), snapshot(1, rng, {"b": 3.0})))
@@ -41,7 +49,7 @@ def alert(*causes: Cause, sizes: dict[str, float] | None = None, loss: float = 1
     if loss != 1.0:
         deviations.append(FeatureDeviation("loss", "", Deviation(math.log(loss), 9.0, 0.0)))
         significance["loss"] = 1.0
-    return alert_of_change(Change("jump", deviations, 1), significance, causes, before, now)
+    return alert_of_change(Change("jump", deviations, 1), significance, causes, before, now, growth)
 
 
 def named(snapshot: Snapshot, prefix: str) -> Snapshot:
@@ -84,6 +92,28 @@ def test_headline_and_suggestion_follow_the_cause(causes: tuple[Cause, ...], hea
     raised = alert(*causes)
     assert raised.headline == f"{headline}, step 1"
     assert raised.suggestion.startswith(suggestion)
+
+
+@pytest.mark.parametrize("causes", [(), (WEIGHT,), (HEAD, VARIANCE), (LOSS, WEIGHT)])
+def test_a_learning_rate_that_grew_slowly_is_checked_before_norms_and_data(causes: tuple[Cause, ...]) -> None:
+    raised = alert(*causes, growth=GROWTH)
+    assert raised.headline == "Curvature (resonance) rose at a → b, step 1"
+    assert raised.evidence[1] == "learning rate: 0.02 → 0.31 within 5 validations"
+    assert [point for point in raised.evidence if point.startswith("at the same time: ")] == list(
+        alert(*causes).evidence[1:2] if causes else ()
+    )
+    assert raised.suggestion == "Check the learning rate."
+
+
+@pytest.mark.parametrize("cause", [CUT, RATE])
+def test_clearer_causes_come_before_a_learning_rate_that_grew_slowly(cause: Cause) -> None:
+    raised, without = alert(cause, growth=GROWTH), alert(cause)
+    assert (raised.headline, raised.suggestion) == (without.headline, without.suggestion)
+    assert "learning rate: 0.02 → 0.31 within 5 validations" in raised.evidence
+
+
+def test_a_learning_rate_that_jumped_is_listed_once() -> None:
+    assert alert(RATE, growth=RateGrowth(0.1, 2.0, 1)).evidence == alert(RATE).evidence
 
 
 def test_an_uncertain_place_is_said_to_be_uncertain() -> None:

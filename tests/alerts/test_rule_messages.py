@@ -75,7 +75,8 @@ EXPECTED = {
             "measurements in a row",
             "sharpness λ_1: 5 → 15",
         ],
-        "Do nothing while the loss falls: most runs train at this edge of stability.",
+        "Do nothing while the loss falls (most runs train at this edge of stability); otherwise lower the learning "
+        "rate.",
     ),
     "far_beyond_stability": (
         3 * [dict(spectrum=spectrum(ratio=30.0))],
@@ -132,10 +133,30 @@ def test_texts(rule: str) -> None:
     assert len(alert.headline) < 80
 
 
-def test_a_loss_that_rises_is_no_edge_of_stability_to_train_at() -> None:
+def test_a_loss_that_rises_is_evidence_at_the_edge_of_stability() -> None:
     alert = raised(FINE, *3 * [dict(spectrum=spectrum(ratio=1.5, loss=2.0))])
     assert alert.kind == "edge_of_stability" and "loss of the probe batch: 1 → 2" in alert.evidence
-    assert alert.suggestion == "Lower the learning rate, or warm it up longer."
+
+
+def vitals(rate: float) -> dict[str, VitalSigns]:
+    return dict(vitals=VitalSigns(learning_rate=rate))
+
+
+@pytest.mark.parametrize("rule", ["loss_explosion", "dead_network", "far_beyond_stability"])
+def test_a_learning_rate_that_grew_is_evidence(rule: str) -> None:
+    parts, headline, evidence, suggestion = EXPECTED[rule]
+    *early, last = [{**part, **vitals(0.02)} for part in parts]
+    alert = raised(*early, {**last, **vitals(2.0)})
+    assert (alert.kind, alert.headline, alert.suggestion) == (rule, headline, suggestion)
+    assert set(alert.evidence) == {*evidence, "learning rate: 0.02 → 2"}
+    assert set(raised(*early, {**last, **vitals(0.03)}).evidence) <= {*evidence, "learning rate: 0.02 → 0.03"}
+
+
+def test_a_learning_rate_that_grew_slowly_is_evidence_where_values_are_not_finite() -> None:
+    past = [Snapshot(step=i, epoch=0, **vitals(0.01 * 1.3**i)) for i in range(5)]
+    now = Snapshot(step=5, epoch=0, **vitals(0.01 * 1.3**5))
+    (alert,) = RuleChecker(AlertRules()).diverged("the reason", now, past)
+    assert alert.evidence == ("the reason", "learning rate: 0.01 → 0.0371 within 5 validations")
 
 
 def test_every_rule_has_a_text() -> None:
