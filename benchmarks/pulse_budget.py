@@ -133,6 +133,7 @@ def budget_section(runs: Sequence[Recorded], unstable: Sequence[str]) -> list[st
         f"Each run counts {len(SHIFTS)} times, with pulses that begin {', '.join(map(str, SHIFTS))} steps late; false "
         f"warnings are those in {len(SHIFTS) * quiet:,} quiet steps. The time of pulses is a share of the training "
         f"steps of quiet runs after the first {START}; in runs this short, the {RESERVE} pulses of credit that every "
-        "run starts with take it above the budget.",
+        f"run starts with take it above the budget. At {COSTS[-1]:g} steps, the first {START} last until step 530 or "
+        "so, and nothing is usual yet at the event.",
         budget_table(runs, unstable),
     ]
