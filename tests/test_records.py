@@ -118,3 +118,13 @@ def test_a_pulse_record_is_json() -> None:
     assert record.ratio == 0.2 and math.isnan(record.critical_lr)
     assert math.isnan(curvmon.PulseRecord(0, 0, 0.0, 0.0).ratio)
     assert curvmon.PulseRecord(0, 0, 0.0, -1.0).ratio == -math.inf
+
+
+def test_alerts_are_printable_whatever_modules_are_called() -> None:
+    name = "layer\n\x1b[31m1"
+    alert = curvmon.Alert(
+        "jump", "coupling", name, 1.0, 2.0, 9.0, 1, 0, f"at {name}", (f"{name}: 1 → 2",), f"Check {name}."
+    )
+    assert alert.headline == "at layer??[31m1"
+    assert len(alert.message.splitlines()) == 3 and "\x1b" not in alert.message
+    assert alert.where == name  # as the model has it

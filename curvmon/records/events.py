@@ -49,6 +49,12 @@ class Alert:
     level: Level = "warning"
     others: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        # names of modules and parameters may have any characters: one line stays one line, in a terminal, too
+        object.__setattr__(self, "headline", _one_line(self.headline))
+        object.__setattr__(self, "evidence", tuple(_one_line(point) for point in self.evidence))
+        object.__setattr__(self, "suggestion", _one_line(self.suggestion))
+
     @property
     def message(self) -> str:
         """The headline, then the evidence and the suggestion, each on an indented line."""
@@ -68,6 +74,10 @@ class Alert:
 
     def __str__(self) -> str:
         return self.message
+
+
+def _one_line(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 @dataclass(frozen=True)
