@@ -104,7 +104,7 @@ class InstabilityDetector:
         self.step_ratio = self.critical_lr = math.nan
         self._rates: list[float] = []
         self._latest_rates: list[float] = []
-        """of the last steps, pulses or not"""
+        """of the last steps, pulses or not, each once for as long as it stays"""
         self._gains: list[float] = []
         """g^T u / η of the last pulses"""
         self._curvatures: list[float] = []
@@ -186,7 +186,8 @@ class InstabilityDetector:
     def _move(self, step: int, rate: float) -> None:
         self._step = step
         self._largest_rate = max(self._largest_rate, rate)
-        self._latest_rates = [*self._latest_rates, rate][-GROWING - 1 :]
+        if self._latest_rates[-1:] != [rate]:  # a schedule may change it in every few steps
+            self._latest_rates = [*self._latest_rates, rate][-GROWING - 1 :]
 
     def _forget(self) -> None:
         self._rates, self._gains, self._curvatures, self._losses, self._usual_gains = [], [], [], [], []

@@ -18,6 +18,9 @@ from curvmon.alerts.rule_messages import alert_of_explosion
 from curvmon.alerts.rules import AlertRules
 from curvmon.records import Alert, Snapshot
 
+SAME_EVENT = frozenset({"jump", "drift", "loss_explosion", "dead_network", "not_finite", "approaching_instability"})
+"""kinds of alerts that a step ratio out of bounds may be another sign of"""
+
 
 class AlertManager:
     """Takes every snapshot of a run and raises alerts: at most one for a change, and those of the rules.
@@ -100,10 +103,10 @@ class AlertManager:
         return self.record(self._checker.diverged(reason, snapshot, past)) if self.enabled else []
 
     def unstable(self, event: Instability, step: int, epoch: int) -> list[Alert]:
-        """What a pulse raises. A warning only if nothing was reported at the last snapshot or since then."""
+        """What a pulse raises. A warning only if the last snapshot, or a pulse since, did not report the same."""
         if not self.enabled or not self._rules.instability:
             return []
-        reported = any(alert.step >= self._last_step for alert in self.alerts)
+        reported = any(alert.step >= self._last_step and alert.kind in SAME_EVENT for alert in self.alerts)
         if event.kind == "approaching_instability" and reported:
             return []
         return self.record([alert_of_instability(event, step, epoch)])

@@ -269,7 +269,7 @@ class Budget:
     def state_dict(self) -> dict[str, Any]:
         return {
             "measured": self.measured,
-            "trained": self._trained,
+            "trained": self.trained,
             "skipped": self.skipped,
             "full_seconds": self._full_seconds if self._is_timed else None,
             "has_measured": self._has_measured,

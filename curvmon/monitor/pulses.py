@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from curvmon.alerts.instability import Instability, InstabilityDetector
@@ -131,6 +132,7 @@ class Pulses:
     def _pulse(
         self, target: Target, ranks: Ranks, record: PulseRecord, warn: Warn
     ) -> tuple[PulseRecord, Instability | None] | None:
+        _wait_for(target.device)  # what the training step has left to do is not time of the pulse
         with self.budget.taking_pulse():
             self._taker.check(target, ranks.world_size)
         seconds = -self.budget.pulse_seconds
@@ -204,7 +206,7 @@ class Pulses:
         self._failures += 1
         self._off = not RESPONSES[failure.kind].retry_later or self._failures >= MOST_FAILURES
         text = "no pulses in this run" if self._off else "a pulse failed"
-        warn(f"{text}: {failure.message}; training goes on", "pulse")
+        warn(f"{text}: {failure.message}; training goes on", text)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -225,7 +227,13 @@ class Pulses:
         detector.load_state_dict(state["detector"])
         suspicion.load_state_dict(state["suspicion"])
         self._schedule, self._taker, self.records = schedule, taker, records
+        self._off, self._failures, self._without_move = False, 0, 0
         self._detector, self._suspicion = detector, suspicion
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def _mean(values: list[float]) -> float:

@@ -62,6 +62,11 @@ class Report:
         """of the last one that the loggers have"""
         self.schedule = PictureSchedule()
 
+    def start(self) -> None:
+        """Before a run, which may count its steps from 0 again."""
+        self.schedule.start()
+        self._pulse_step = -math.inf
+
     @property
     def prefix(self) -> str:
         return self._keys.prefix

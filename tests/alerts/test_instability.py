@@ -227,6 +227,16 @@ def test_learning_rates_between_pulses_are_enough() -> None:
     assert [fresh.advance(step, 1.1**step) for step in range(50)] == [None] * 50
 
 
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_rate_that_is_set_in_every_few_steps_grows_all_the_same(every: int) -> None:
+    detector, ratio = InstabilityDetector(), proportional(0.1)
+    for record in pulses([1.0] * 120, ratio):
+        assert detector.update(record) is None
+    seen = [detector.advance(240 + i, 1.01 ** (i // every * every)) for i in range(200)]
+    at = next(i for i, event in enumerate(seen) if event is not None)
+    assert 68 <= at <= 80  # twice the settled rate after 70 steps
+
+
 def test_the_ratio_follows_the_learning_rate_without_delay() -> None:
     detector = InstabilityDetector()
     reported(pulses([1.0] * 50 + [1.7], proportional(0.2), 0.0), detector)

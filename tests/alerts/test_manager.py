@@ -14,8 +14,9 @@ import torch
 from curvmon import AlertRules
 from curvmon.alerts.context import Context, Source
 from curvmon.alerts.detector import DetectorSettings
+from curvmon.alerts.instability import Instability
 from curvmon.alerts.manager import AlertManager
-from curvmon.records import Snapshot, VitalSigns
+from curvmon.records import Alert, Snapshot, VitalSigns
 from tests.helpers.synthetic_snapshots import NODES, snapshot
 
 
@@ -231,3 +232,12 @@ def test_a_disabled_manager_raises_nothing_and_keeps_what_a_checkpoint_holds() -
     assert disabled.diverged("the loss is nan", Snapshot(18, 18)) == disabled.update(snapshot(18, rng)) == []
     # what the detector had seen is out of date by the time alerts are enabled again
     assert list(disabled.state_dict()) == ["raised"]
+
+
+@pytest.mark.parametrize(("kind", "raises"), [("saddle", True), ("jump", False), ("loss_explosion", False)])
+def test_a_warning_of_pulses_is_left_out_only_after_an_alert_of_the_same_event(kind: str, raises: bool) -> None:
+    rng, manager = random.Random(0), AlertManager()
+    manager.update(snapshot(0, rng))
+    manager.record([Alert(kind, "loss", "loss", 1.0, 2.0, 9.0, 0, 0, "what happened")])
+    event = Instability("approaching_instability", 0.8, 0.2, 0.1, 0.05, "step_ratio", 4.0)
+    assert bool(manager.unstable(event, 7, 0)) is raises

@@ -48,15 +48,20 @@ class Pulsing:
         self._steps = 0
         """of the Trainer, before the batch"""
         self._rate = math.nan
+        self._has_stepped = False
+        """an optimizer has, in this batch"""
 
     def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
         self._steps = trainer.global_step
         self.pulses.before_step(pl_module, batch)
+        self._has_stepped = False
         self._read_rate(trainer.optimizers)
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """A module may set the learning rate right before the step, and a scheduler changes it right after."""
+        other = self._rate if self._has_stepped else -math.inf
         self._read_rate([optimizer])
+        self._rate, self._has_stepped = max(self._rate, other), True
 
     def _read_rate(self, optimizers: Iterable[Any]) -> None:
         """One that is on a device only where a pulse waits for the device anyway."""
@@ -71,7 +76,7 @@ class Pulsing:
         if not self.pulses.is_prepared:
             foreseen = self.pulses.skip_step(ranks, step=step, learning_rate=self._rate, warn=self._warn)
             if foreseen is not None:
-                with self._budget.taking_pulse():
+                with self._budget.reporting():
                     self._alerting.deliver(trainer, self._alerting.unstable(foreseen, step, epoch, ranks))
             return
         taken = self.pulses.after_step(
@@ -88,4 +93,5 @@ class Pulsing:
         with self._budget.taking_pulse():
             alerts = [] if event is None else self._alerting.unstable(event, record.step, record.epoch, ranks)
             self._report.write_pulse(trainer, record, at_once=bool(alerts))
+        with self._budget.reporting():  # which may save a checkpoint
             self._alerting.deliver(trainer, alerts)

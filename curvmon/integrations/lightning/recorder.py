@@ -96,7 +96,7 @@ class Recorder:
     def start_training(self) -> None:
         self.budget.start_training()
         self.pulsing.pulses.start()
-        self.report.schedule.start()
+        self.report.start()
         self._is_at_start, self._skipped_last = True, False
 
     def start_batch(self, trainer: pl.Trainer) -> None:
