@@ -47,14 +47,15 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return out
 
 
-def test_demo_raises_one_alert_at_the_learning_rate_spike(demo: Path) -> None:
+def test_demo_raises_an_alert_soon_after_the_learning_rate_spike_and_one_at_the_validation(demo: Path) -> None:
     printed = (demo / "printed.txt").read_text()
     lines = printed.splitlines()
-    assert printed.count("ALERT") == 1
-    place = next(i for i, line in enumerate(lines) if "ALERT" in line)
-    assert lines[place].startswith(f"ALERT at step {SPIKE_STEP}: ")
-    assert lines[place - 1].startswith("   12 ") and lines[place - 1].endswith("<- learning rate x 100")
-    assert "1 alert. Where to look:" in lines
+    pulse, validation = (i for i, line in enumerate(lines) if "ALERT" in line)
+    at = int(lines[pulse].removeprefix("ALERT at step ").split(":")[0])
+    assert SPIKE_STEP - 23 <= at < SPIKE_STEP and "Approaching instability: " in lines[pulse]
+    assert lines[validation].startswith(f"ALERT at step {SPIKE_STEP}: ")
+    assert lines[pulse - 1].startswith("   12 ") and lines[pulse - 1].endswith("<- learning rate x 100")
+    assert "2 alerts. Where to look:" in lines
     assert len(lines) < 45 and max(map(len, lines)) < 200 and "warning" not in printed.lower()  # none but its own words
 
 
@@ -67,7 +68,7 @@ def measured(demo: Path) -> list[dict[str, str]]:
 def test_demo_writes_logs_and_pictures(demo: Path) -> None:
     rows = measured(demo)
     assert len(rows) == 17
-    assert [row["curvmon/alerts"] for row in rows] == ["0.0"] * 13 + ["1.0"] * 4
+    assert [row["curvmon/alerts"] for row in rows] == ["0.0"] * 13 + ["2.0"] * 4
     steps = {int(row["step"]) for row in rows}
     for metric in METRICS:
         pictures = {int(path.stem.removeprefix("step_")) for path in demo.glob(f"csv/*/{heatmap_key(metric)}/*.png")}
@@ -120,7 +121,7 @@ def test_first_screen_of_the_custom_layout(page: tuple[Browser, str]) -> None:
     """The user's own charts, and the headline below them."""
     browser = shows(page, "#custom_scalars", "loss, accuracy, alerts", "Matches (3)", "Matches (2)")
     assert browser.look("[innerWidth, innerHeight]") == [1280, 900]
-    for words in ("loss", "accuracy, alerts so far", "curvmon", "top eigenvalue λ₁", "stability ratio", "resonance R"):
+    for words in ("loss", "accuracy, alerts so far", "curvmon", "top eigenvalue λ₁", "stability ratio", "step ratio"):
         assert is_on_first_screen(browser, words), words
     for words in ("spectrum of the Hessian", "by distance between layers", "resonance by distance, log10"):
         browser.wait(f"text().includes({words!r})")

@@ -176,6 +176,8 @@ def test_failed_measurement_keeps_training_bit_identical(at: int) -> None:
     assert found == []
     if at < 4:  # in the pairs
         assert len(complaints) == 1 and "not in eval mode" in complaints[0]
+    elif at == 4:  # in the first look, at a few samples: what it would have shown is looked at later
+        assert not complaints and not any("not in eval mode" in note for note in monitor.spectra[0].notes)
     else:  # in differences of gradients: second derivatives are taken instead
         assert not complaints and any("not in eval mode" in note for note in monitor.spectra[0].notes)
 

@@ -79,7 +79,7 @@ def test_a_measurement_that_does_not_fit_takes_fewer_products(caplog: pytest.Log
     planned, skipped, done = said[-3:]
     assert planned.startswith("curvmon: 3 layers") and skipped.startswith("curvmon: vital signs only at step 3: full ")
     assert done.startswith("curvmon: measured 2 of 4 in full, 4 vital signs, 0 alerts, overhead ")
-    limit = f"the limit is 0 % and {1.75 * full.seconds:g} s, and the first and the last measurement"
+    limit = f"the limit is 0 % plus {1.75 * full.seconds:g} s; the first and the last measurement are made in any case"
     assert done.endswith(f" % ({run.spent:.0f} s; {limit})")
 
 

@@ -610,6 +610,7 @@ EVERY_ARGUMENT: dict[str, Any] = {
     "rtol": 0.1,
     "log_pairs": True,
     "heatmaps": False,
+    "pulse": 25,
     "alerts": {"gn_gap_above": 2.0, "saddle": None},
     "on_alert": "checkpoint",
     "seed": 7,
@@ -658,7 +659,9 @@ def test_every_trainer_accepts_the_callback(package: Any) -> None:
 
 
 def described(value: Any) -> Any:
-    """The attributes of objects of curvmon, nested."""
+    """The attributes of objects of curvmon, nested; bound methods by their names, as each object has its own."""
+    if inspect.ismethod(value):
+        return value.__qualname__
     if type(value).__module__.startswith("curvmon"):
         return {name: described(held) for name, held in vars(value).items()}
     return {name: described(held) for name, held in value.items()} if isinstance(value, dict) else value
