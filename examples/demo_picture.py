@@ -49,8 +49,9 @@ def _curves(figure: Any, monitor: CurvatureMonitor, accident: tuple[int, int]) -
     top.set_ylim(low, high * (high / low) ** 0.3)  # room for two remarks above the curve
     remark = {"transform": top.get_xaxis_transform(), "fontsize": 9}
     top.text(accident[0] - 4, 0.85, "learning rate × 100", ha="right", **remark)
-    for alert in monitor.alerts[:1]:
-        top.text(alert.step + 4, 0.85, "alert", color=RED, weight="bold", **remark)
+    if monitor.alerts:
+        word = "alert" if len(monitor.alerts) == 1 else "alerts"
+        top.text(monitor.alerts[-1].step + 4, 0.85, word, color=RED, weight="bold", **remark)
 
 
 def _matrices(figure: Any, monitor: CurvatureMonitor) -> None:
