@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytorch_lightning as pl
 import torch
@@ -91,9 +92,11 @@ def run(project: str, seed: int, budget: str, data: Path | None, cpu: bool) -> d
     torch.set_num_threads(1)
     pl.seed_everything(seed, verbose=False)
     module, train, val, options = PROJECTS[project](data)
-    monitor, lines, whole = CurvatureMonitor(), Lines(), Stopwatch()
     free = FREE_SECONDS if budget == "default" else 0.0
-    monitor._recorder.budget = Budget(PROMISED, free, time.process_time if cpu else time.perf_counter)
+    own = Budget(PROMISED, free, time.process_time if cpu else time.perf_counter)
+    with mock.patch("curvmon.integrations.lightning.callback.Budget", lambda max_overhead: own):
+        monitor = CurvatureMonitor()
+    lines, whole = Lines(), Stopwatch()
     hooks = watch(monitor)
     logging.getLogger("pytorch_lightning").addHandler(lines)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
