@@ -21,6 +21,7 @@ import torch
 from benchmarks.alert_runs import EVENTS, Event, Run
 from curvmon import CurvatureMonitor
 from curvmon.monitor.budget import Budget
+from tests.helpers.budgets import monitor_with
 from tests.helpers.disturbed_runs import fit
 
 AT, EPOCHS = 10, 12
@@ -39,9 +40,7 @@ CASES: dict[str, Event | None] = {
 
 
 def starved(**options: object) -> CurvatureMonitor:
-    monitor = CurvatureMonitor(**{**options, "max_overhead": OVERHEAD})
-    monitor._recorder.budget = Budget(OVERHEAD, free_seconds=0.0)
-    return monitor
+    return monitor_with(Budget(OVERHEAD, free_seconds=0.0), **{**options, "max_overhead": OVERHEAD})
 
 
 def main() -> None:

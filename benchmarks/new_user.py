@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytorch_lightning as pl
 import torch
@@ -32,6 +31,7 @@ from benchmarks.header import ROOT, commit, measured_on
 from benchmarks.new_user_projects import PROJECTS
 from curvmon import CurvatureMonitor
 from curvmon.monitor.budget import FREE_SECONDS, Budget
+from tests.helpers.budgets import monitor_with
 
 PROMISED = 0.05
 BUDGETS = {"none": "without the monitor", "default": "default", "tight": "no free seconds"}
@@ -94,9 +94,7 @@ def run(project: str, seed: int, budget: str, data: Path | None, cpu: bool) -> d
     module, train, val, options = PROJECTS[project](data)
     free = FREE_SECONDS if budget == "default" else 0.0
     own = Budget(PROMISED, free, time.process_time if cpu else time.perf_counter)
-    with mock.patch("curvmon.integrations.lightning.callback.Budget", lambda max_overhead: own):
-        monitor = CurvatureMonitor()
-    lines, whole = Lines(), Stopwatch()
+    monitor, lines, whole = monitor_with(own), Lines(), Stopwatch()
     hooks = watch(monitor)
     logging.getLogger("pytorch_lightning").addHandler(lines)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:

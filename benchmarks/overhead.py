@@ -23,6 +23,7 @@ from benchmarks.header import machine
 from curvmon import CurvatureMonitor
 from curvmon.monitor.budget import Budget
 from examples.image_classifier import Classifier, ResNet, digits, prepared
+from tests.helpers.budgets import monitor_with
 
 
 class Timed(CurvatureMonitor):
@@ -62,8 +63,8 @@ class Clock(pl.Callback):
 def run(minutes: float, free: float, limit: float | None) -> tuple[Timed, float]:
     pl.seed_everything(0, verbose=False)
     train, val = prepared(digits())
-    monitor, clock = Timed(max_overhead=limit), Clock()
-    monitor._recorder.budget = Budget(limit, free)
+    monitor, clock = monitor_with(Budget(limit, free), kind=Timed, max_overhead=limit), Clock()
+    assert isinstance(monitor, Timed)
     trainer = pl.Trainer(
         max_epochs=-1,
         max_time={"seconds": 60 * minutes},

@@ -14,11 +14,13 @@ from curvmon.monitor.measurement import Attempt, MeasurementRunner, attempt
 from tests.helpers.fake_clock import FakeClock
 
 
-def monitor_with(budget: Budget, attempt: Attempt = attempt, **options: Any) -> CurvatureMonitor:
+def monitor_with(
+    budget: Budget, attempt: Attempt = attempt, kind: type[CurvatureMonitor] = CurvatureMonitor, **options: Any
+) -> CurvatureMonitor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callback, "Budget", lambda max_overhead: budget)
         patch.setattr(callback, "MeasurementRunner", partial(MeasurementRunner, attempt=attempt))
-        return CurvatureMonitor(**options)
+        return kind(**options)
 
 
 def monitor_without_time(**options: Any) -> CurvatureMonitor:
