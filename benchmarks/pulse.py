@@ -31,9 +31,9 @@ from benchmarks.pulse_runs import AT, EVENTS, EVERY, SPARSE_AT, SPARSE_EVERY, Re
 from benchmarks.pulse_trials import all_trials, shares
 from curvmon.alerts.instability import InstabilityDetector
 from curvmon.monitor.batch_samples import sample_count
-from curvmon.monitor.measurement import Target
 from curvmon.monitor.pulse_schedule import WANTED
 from curvmon.monitor.pulse_taker import LEAST, SLICE, WHOLE, PulseTaker
+from curvmon.monitor.target import Target
 from curvmon.operators.session import Loss
 from tests.helpers.resnet import resnet18
 

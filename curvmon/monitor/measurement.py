@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from curvmon.isolation.collectives import collectives_refused
 from curvmon.monitor.fallbacks import RESPONSES, Failure, Part, classify, describe
 from curvmon.monitor.pairs_and_spectrum import (
     MAX_PAIR_HVPS,
-    Loss,
     OnProduct,
     measure_pairs,
     measure_spectrum,
@@ -27,25 +25,13 @@ from curvmon.monitor.pairs_and_spectrum import (
 from curvmon.monitor.probe_batch import Choice, ProbeBatch
 from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
 from curvmon.monitor.settings import Settings
+from curvmon.monitor.target import Target, undisturbed
 from curvmon.monitor.vital_signs import VitalSignsTaker
 from curvmon.records import Measurement, Spectrum, VitalSigns
 from curvmon.spectrum.findings import Findings
 
 MAX_START_ENTRIES = 2**25
 """largest start that goes to other ranks and into checkpoints: 128 MiB"""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is measured: a model under a loss."""
-
-    model: nn.Module
-    loss: Loss
-    device: torch.device
-    optimizer: torch.optim.Optimizer | None = None
-    """its stability limit is compared with the sharpness"""
-    isolation: Callable[[], AbstractContextManager[None]] = nullcontext
-    """keeps what belongs to the training loop (loggers, learning rates, …) unchanged while the loss is computed"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +86,7 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
     own, measurement, start = Outcome(), None, None
     part: Part = "pairs"
     try:
-        with _undisturbed(target, ranks):
+        with _with_same_buffers(target, ranks):
             if "pairs" in request.parts and ranks.measures_pairs:
                 measurement = measure_pairs(
                     request.settings,
@@ -139,14 +125,11 @@ def attempt(target: Target, request: Request, ranks: Ranks) -> Outcome:
 
 
 @contextmanager
-def _undisturbed(target: Target, ranks: Ranks) -> Iterator[None]:
-    """Every rank enters; inside the context it computes by itself."""
+def _with_same_buffers(target: Target, ranks: Ranks) -> Iterator[None]:
+    """Every rank enters; inside the context it computes by itself, with the buffers of rank 0."""
     with ExitStack() as stack:
         stack.enter_context(same_buffers(ranks, target.model))
-        stack.enter_context(target.isolation())
-        # Trainer(detect_anomaly=True) would print tracebacks of passes that fail on purpose
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        stack.enter_context(collectives_refused(ranks.world_size))
+        stack.enter_context(undisturbed(target, ranks.world_size))
         yield
 
 
@@ -274,7 +257,7 @@ class MeasurementRunner:
                 batches = self.probe.batches(ranks, target.device, warn) or ()
         start = self._start if with_sharpness and self.settings.eigenvalues else None
         own, vector = VitalSigns(), None
-        with suppress(Exception), _undisturbed(target, ranks):  # the other ranks wait
+        with suppress(Exception), _with_same_buffers(target, ranks):  # the other ranks wait
             if ranks.measures_spectrum:
                 own, vector = self._taker.take(
                     target.model, batches, target.loss, None if start is None else start[1], self._findings

@@ -8,8 +8,8 @@ for, so that g^T u and u^T H u are unbiased; with accumulated gradients, the las
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,10 @@ from torch.nn.parameter import is_lazy
 
 from curvmon.errors import DivergedError
 from curvmon.graph.attention_watch import AttentionWatch
-from curvmon.isolation.collectives import collectives_refused
 from curvmon.monitor.batch_samples import detached_copy, first_samples, sample_count
 from curvmon.monitor.fallbacks import is_out_of_memory
-from curvmon.monitor.measurement import Target
 from curvmon.monitor.pairs_and_spectrum import release_memory
+from curvmon.monitor.target import Target, undisturbed
 from curvmon.operators.loss_differences import (
     ChangingLossError,
     LossAlongStep,
@@ -119,7 +118,7 @@ class PulseTaker:
             return
         with suppress(Exception):  # `take` fails in the same way, and raises
             if self._has_moved(target.model):
-                with _undisturbed(target, world_size):
+                with undisturbed(target, world_size):
                     self.from_losses = self._agree(target, first_samples(self._batch, CHECKED))
 
     def _agree(self, target: Target, batch: Any) -> bool:
@@ -152,7 +151,7 @@ class PulseTaker:
             return None
         self._pulses += 1
         watch = AttentionWatch(target.model)
-        with _undisturbed(target, world_size):
+        with undisturbed(target, world_size):
             pulse = self._pulse(target, watch)
             attention = watch.signs()
         self.has_attention = bool(attention)
@@ -190,13 +189,3 @@ class PulseTaker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.samples, self.from_losses = state["samples"], state["from_losses"]
         self._spacing, self._pulses = state["spacing"], state["pulses"]
-
-
-@contextmanager
-def _undisturbed(target: Target, world_size: int) -> Iterator[None]:
-    """Every rank computes by itself, with its own batch and its own buffers."""
-    with ExitStack() as stack:
-        stack.enter_context(target.isolation())
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        stack.enter_context(collectives_refused(world_size))
-        yield

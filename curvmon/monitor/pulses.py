@@ -18,11 +18,12 @@ from curvmon.alerts.instability import Instability, InstabilityDetector
 from curvmon.alerts.suspicion import Suspicion
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import RESPONSES, Failure, classify, describe
-from curvmon.monitor.measurement import Target, Warn
+from curvmon.monitor.measurement import Warn
 from curvmon.monitor.pairs_and_spectrum import release_memory
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulse_schedule import PulseSchedule
 from curvmon.monitor.pulse_taker import LEAST, PulseTaker, TakenPulse
+from curvmon.monitor.target import Target
 from curvmon.records import PulseRecord
 from curvmon.records.pulses import most_concentrated
 

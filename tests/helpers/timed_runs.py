@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from curvmon import CurvatureMonitor
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import Failure
-from curvmon.monitor.measurement import Outcome, Request, Target, attempt
+from curvmon.monitor.measurement import Outcome, Request, attempt
 from curvmon.monitor.plan import Plan
 from curvmon.monitor.process_group import Ranks
+from curvmon.monitor.target import Target
 from curvmon.records import Snapshot
 from tests.helpers.budgets import monitor_with
 from tests.helpers.fake_clock import FakeClock

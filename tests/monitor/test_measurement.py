@@ -16,11 +16,12 @@ import curvmon.monitor.measurement as attempt_module
 from curvmon.errors import DivergedError, DoubleBackwardError, InputError, LossError, NodeError, NonFiniteError
 from curvmon.isolation.collectives import CollectiveError
 from curvmon.monitor.fallbacks import MAX_MESSAGE, RESPONSES, ErrorKind, Failure, classify, describe
-from curvmon.monitor.measurement import MeasurementRunner, Outcome, Request, Target, attempt
+from curvmon.monitor.measurement import MeasurementRunner, Outcome, Request, attempt
 from curvmon.monitor.pairs_and_spectrum import MAX_PAIR_HVPS
 from curvmon.monitor.probe_batch import ProbeBatch
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.settings import Settings
+from curvmon.monitor.target import Target
 
 KINDS = get_args(ErrorKind)
 ALONE = Ranks(1)

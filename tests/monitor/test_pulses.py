@@ -19,10 +19,10 @@ import curvmon
 from curvmon.graph import attention_statistics
 from curvmon.monitor import pulse_taker
 from curvmon.monitor.budget import Budget
-from curvmon.monitor.measurement import Target
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulse_schedule import SHORTEST, SOON, START, PulseSchedule
 from curvmon.monitor.pulses import Pulses
+from curvmon.monitor.target import Target
 from curvmon.operators import loss_differences
 from curvmon.records import PulseRecord
 from tests.helpers.fake_clock import FakeClock

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from curvmon.integrations.lightning.alerting import Alerting, largest_rate
 from curvmon.integrations.lightning.compatibility import batches_that_stepped
 from curvmon.monitor.budget import Budget
-from curvmon.monitor.measurement import Target, Warn
+from curvmon.monitor.measurement import Warn
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulses import Pulses
+from curvmon.monitor.target import Target
 from curvmon.reporting.reporter import Report
 
 if TYPE_CHECKING:

@@ -25,10 +25,11 @@ from curvmon.integrations.lightning.training_step import isolated_step, step_los
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.fallbacks import RESPONSES, Failure
 from curvmon.monitor.history import History
-from curvmon.monitor.measurement import MeasurementRunner, Target
+from curvmon.monitor.measurement import MeasurementRunner
 from curvmon.monitor.plan import SKIP, Plan
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulses import Pulses
+from curvmon.monitor.target import Target
 from curvmon.records import PROBE_LOSS, Alert, Snapshot
 from curvmon.reporting.console import progress
 from curvmon.reporting.reporter import Report
