@@ -22,6 +22,7 @@ from curvmon.alerts.context import Context, context_values
 from curvmon.errors import CurvmonError
 from curvmon.monitor.pairs_and_spectrum import measure_pairs, measure_spectrum
 from curvmon.monitor.settings import Settings
+from curvmon.monitor.vital_signs import TensorNorms
 from curvmon.records import Snapshot
 
 VALIDATIONS = 30
@@ -147,7 +148,8 @@ class Run:
             )
         except CurvmonError as error:
             return Observed(str(error), Context())
-        values = context_values(self.model, self.optimizer.param_groups[0]["lr"], self.training_loss)
+        norms = TensorNorms().look(self.model).norms
+        values = context_values(norms, self.optimizer.param_groups[0]["lr"], self.training_loss)
         snapshot = Snapshot(step=self.step, epoch=self.epoch, measurement=measurement, spectrum=spectrum)
         return Observed(snapshot, Context(values, measurement.operations))
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from curvmon.alerts.forecast import Forecast
 from curvmon.alerts.wording import before_after, times
 from curvmon.records import AFTER_LAST_NODE
 
-Kind = Literal["learning rate", "training loss", "weights", "statistics", "operations"]
+Kind = str
+"""learning rate, training loss, weights, statistics, operations"""
 Source = tuple[Kind, str]
 """kind of a value, and the name of its tensor; empty for learning rate and training loss"""
 TEXTS: dict[Kind, str] = {
@@ -45,6 +46,10 @@ class Context(NamedTuple):
 
     values: Mapping[Source, float] = {}
     operations: Mapping[str, Mapping[str, int]] = {}
+    signs: Mapping[Source, float] = {}
+    """what else was observed: updates and zeros of tensors, the training data, metrics that the user logs"""
+    settings: Mapping[str, str] = {}
+    """of modules, parameters and optimizers (`run_settings`)"""
 
 
 class Cause(NamedTuple):
@@ -76,9 +81,8 @@ class Cause(NamedTuple):
         return max((n for n in nodes if self.name == n or self.name.startswith(f"{n}.")), key=len, default=None)
 
 
-@torch.no_grad()
 def context_values(
-    model: nn.Module, learning_rate: float = math.nan, training_loss: float = math.nan
+    norms: Mapping[Source, float], learning_rate: float = math.nan, training_loss: float = math.nan
 ) -> dict[Source, float]:
     """Learning rate and training loss if they are finite, norms of the parameters and of the floating-point buffers."""
     scalars: tuple[tuple[Source, float], ...] = (
@@ -86,14 +90,7 @@ def context_values(
         (("training loss", ""), training_loss),
     )
     values = {source: value for source, value in scalars if math.isfinite(value)}
-    named: list[tuple[Source, Tensor]] = [
-        *((("weights", name), parameter) for name, parameter in model.named_parameters()),
-        *((("statistics", name), buffer) for name, buffer in model.named_buffers()),
-    ]
-    named = [(source, tensor) for source, tensor in named if has_norm(tensor) and tensor.numel() >= MIN_ENTRIES]
-    if named:
-        values.update(zip((source for source, _ in named), norms_at_once([tensor for _, tensor in named])))
-    return values
+    return {**values, **{source: norm for source, norm in norms.items() if source[0] in ("weights", "statistics")}}
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvmon.alerts.context import Source
 from curvmon.monitor.fallbacks import RESPONSES, Failure, Part, classify, describe
 from curvmon.monitor.pairs_and_spectrum import (
     MAX_PAIR_HVPS,
@@ -26,7 +27,7 @@ from curvmon.monitor.probe_batch import Choice, ProbeBatch
 from curvmon.monitor.process_group import Ranks, RemoteError, same_buffers
 from curvmon.monitor.settings import Settings
 from curvmon.monitor.target import Target, undisturbed
-from curvmon.monitor.vital_signs import VitalSignsTaker
+from curvmon.monitor.vital_signs import Taken, VitalSignsTaker
 from curvmon.records import Measurement, Spectrum, VitalSigns
 from curvmon.spectrum.findings import Findings
 
@@ -186,6 +187,7 @@ class MeasurementRunner:
         settings: what to measure; never changed.
         probe: the batch to measure on.
         parts: what is measured: "pairs", "spectrum" or both. A part that can never work is dropped for the run.
+        norms: of all parameters and buffers at the last vital signs (`TensorNorms.look`).
     """
 
     def __init__(self, settings: Settings, probe: ProbeBatch, attempt: Attempt = attempt) -> None:
@@ -197,6 +199,7 @@ class MeasurementRunner:
         self._start: Tensor | None = None
         self._findings = Findings()
         self._taker = VitalSignsTaker()
+        self.norms: Mapping[Source, float] = {}
         self._full_hvps: int | None = None
 
     def run(
@@ -256,17 +259,19 @@ class MeasurementRunner:
             with suppress(RemoteError):
                 batches = self.probe.batches(ranks, target.device, warn) or ()
         start = self._start if with_sharpness and self.settings.eigenvalues else None
-        own, vector = VitalSigns(), None
+        own = Taken(VitalSigns(), {})
         with suppress(Exception), _with_same_buffers(target, ranks):  # the other ranks wait
             if ranks.measures_spectrum:
-                own, vector = self._taker.take(
+                own = self._taker.take(
                     target.model, batches, target.loss, None if start is None else start[1], self._findings
                 )
-        signs: VitalSigns = ranks.broadcast(own, source=ranks.spectrum_rank)
+        vector = own.eigenvector
+        signs, self.norms = ranks.broadcast((own.signs, own.norms), source=ranks.spectrum_rank)
         if signs.hvps:
             fresh = None if vector is None or start is None else torch.stack([start[0], vector])
             self._start = _shared(fresh, ranks)
-        return signs
+        result: VitalSigns = signs
+        return result
 
     def _try(self, target: Target, request: Request, ranks: Ranks, warn: Warn) -> Outcome:
         try:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from curvmon.alerts.context import has_norm, norms_at_once
+from curvmon.alerts.context import MIN_ENTRIES, Source, has_norm, norms_at_once
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.isolation.model_state import isolated, own_copy, reseed
 from curvmon.monitor.fallbacks import is_out_of_memory
@@ -48,6 +48,13 @@ def probe_loss(model: nn.Module, batches: Sequence[Any], loss: Loss) -> float:
             return mean()
 
 
+class Taken(NamedTuple):
+    signs: VitalSigns
+    norms: Mapping[Source, float]
+    """of every parameter and buffer, see `TensorNorms.look`"""
+    eigenvector: Tensor | None = None
+
+
 class VitalSignsTaker:
     """Takes vital signs, one after the other, of the same model."""
 
@@ -56,16 +63,16 @@ class VitalSignsTaker:
 
     def take(
         self, model: nn.Module, batches: Sequence[Any], loss: Loss, start: Tensor | None, findings: Findings
-    ) -> tuple[VitalSigns, Tensor | None]:
-        """The vital signs, and the leading eigenvector if there is a new one.
+    ) -> Taken:
+        """The vital signs, the norms of all tensors, and the leading eigenvector if there is a new one.
 
         Nothing raises but interrupts: what cannot be computed is NaN. `batches`: none for no loss. `start`: an earlier
         leading eigenvector; None for no HVPs.
         """
-        weight_norm, update_norm, not_finite = self._norms.look(model)
+        weight_norm, update_norm, not_finite, norms = self._norms.look(model)
         signs = VitalSigns(weight_norm=weight_norm, update_norm=update_norm, not_finite=not_finite)
         if not batches:
-            return signs, None
+            return Taken(signs, norms)
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if start is not None and len(start) == trainable and not not_finite:
             try:
@@ -75,45 +82,71 @@ class VitalSignsTaker:
                     release_memory()
             else:
                 signs = replace(signs, sharpness=warm.value, sharpness_error=warm.error, hvps=warm.hvps)
-                return replace(signs, loss=warm.loss), warm.vector
+                return Taken(replace(signs, loss=warm.loss), norms, warm.vector)
         try:
             value = probe_loss(model, batches, loss)
         except Exception:  # the next measurement says why
-            return signs, None
+            return Taken(signs, norms)
         if not math.isfinite(value):
             signs = replace(signs, not_finite=(*not_finite, PROBE_LOSS))
-        return replace(signs, loss=value), None
+        return Taken(replace(signs, loss=value), norms)
+
+
+class Look(NamedTuple):
+    weight_norm: float
+    update_norm: float
+    """of all trainable parameters since the last look; NaN if there is none"""
+    not_finite: tuple[str, ...]
+    """names"""
+    norms: dict[Source, float]
 
 
 class TensorNorms:
-    """Norms of the trainable parameters and of their last update, and what is not finite."""
+    """Norms of parameters and buffers and of their last updates, and what is not finite."""
 
     def __init__(self) -> None:
         self._before: dict[str, Tensor] = {}
-        """the parameters at the last look, on the host"""
+        """parameters and buffers at the last look, on the host"""
         self._usually_infinite: set[str] | None = None
         """names of buffers, attention masks for example"""
 
     @torch.no_grad()
-    def look(self, model: nn.Module) -> tuple[float, float, tuple[str, ...]]:
-        """Norm of the parameters, norm of their change since the last look, and names of what is not finite."""
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and has_norm(p)}
+    def look(self, model: nn.Module) -> Look:
+        """By kind and name: "weights" and "statistics", ‖w‖ of parameters and buffers; "update", ‖w - w_before‖ / ‖w‖;
+        "zeros", the share of zeros. Large models have no updates and no zeros, small tensors nothing at all.
+        """
+        parameters = {name: p for name, p in model.named_parameters() if has_norm(p)}
         buffers = {name: b for name, b in model.named_buffers() if has_norm(b)}
-        tensors, update_norm = {**parameters, **buffers}, math.nan
+        tensors, trainable = {**parameters, **buffers}, {name for name, p in parameters.items() if p.requires_grad}
+        before, values = self._before, {}
         if sum(tensor.numel() for tensor in tensors.values()) <= MOST_COPIED:
             values = _on_host(tensors)
-            norms = {name: norm(value) for name, value in values.items()}
-            now = {name: values[name] for name in parameters}
-            before, self._before = self._before, now
-            if now and all(name in before and before[name].shape == value.shape for name, value in now.items()):
-                update_norm = math.hypot(*(norm(value - before[name]) for name, value in now.items()))
+            sizes = {name: norm(value) for name, value in values.items()}
         else:
-            norms = dict(zip(tensors, norms_at_once(list(tensors.values()))))
-        odd = {name for name, size in norms.items() if not math.isfinite(size)}
+            sizes = dict(zip(tensors, norms_at_once(list(tensors.values()))))
+        self._before = values
+        updates = {
+            name: norm(value - before[name])
+            for name, value in values.items()
+            if name in before and before[name].shape == value.shape
+        }
+        odd = {name for name, size in sizes.items() if not math.isfinite(size)}
         if self._usually_infinite is None:
             self._usually_infinite = odd - parameters.keys()
         not_finite = tuple(name for name in tensors if name in odd - self._usually_infinite)
-        return math.hypot(*(norms[name] for name in parameters)), update_norm, not_finite
+        update_norm = math.nan
+        if trainable and trainable <= updates.keys():
+            update_norm = math.hypot(*(updates[name] for name in trainable))
+        norms: dict[Source, float] = {}
+        for name, size in sizes.items():
+            if tensors[name].numel() < MIN_ENTRIES:
+                continue
+            norms["weights" if name in parameters else "statistics", name] = size
+            if name in updates and size > 0:
+                norms["update", name] = updates[name] / size
+            if name in values:
+                norms["zeros", name] = 1 - values[name].count_nonzero().item() / values[name].numel()
+        return Look(math.hypot(*(sizes[name] for name in trainable)), update_norm, not_finite, norms)
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

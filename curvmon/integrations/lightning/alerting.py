@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from curvmon.alerts.context import Context, context_values
+from curvmon.alerts.context import Context, Source, context_values
 from curvmon.alerts.instability import Instability
 from curvmon.alerts.manager import AlertManager
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import warn
-from curvmon.integrations.lightning.compatibility import progress_of
+from curvmon.integrations.lightning.compatibility import progress_of, scheduled_rate, validation_metrics
 from curvmon.monitor.process_group import Ranks
+from curvmon.monitor.run_settings import run_settings
+from curvmon.monitor.training_data import TrainingData
 from curvmon.records import Alert, Snapshot
 from curvmon.reporting.alert_delivery import deliver_alert
 from curvmon.reporting.scalars import Keys
@@ -37,15 +39,21 @@ class TrainingSignals:
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._count = 0
-        self._rate = -math.inf
+        self._rate = self._over_schedule = -math.inf
 
     @torch.no_grad()
-    def observe(self, outputs: Any, optimizers: Iterable[Any], accumulated: int = 1) -> None:
+    def observe(
+        self, outputs: Any, optimizers: Iterable[Any], accumulated: int = 1, scheduled: float | None = None
+    ) -> None:
         """`outputs` of `training_step` as `on_train_batch_end` receives them; steps without a loss are skipped.
 
-        Lightning divides the loss by the number of batches whose gradients are accumulated.
+        Lightning divides the loss by the number of batches whose gradients are accumulated. `scheduled`: the learning
+        rate that schedulers have set.
         """
-        self._rate = max(self._rate, largest_rate(optimizers, on_host=True))
+        rate = largest_rate(optimizers, on_host=True)
+        self._rate = max(self._rate, rate)
+        if scheduled:
+            self._over_schedule = max(self._over_schedule, rate / scheduled)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             return
@@ -53,12 +61,16 @@ class TrainingSignals:
         self._sum = value if self._sum is None else self._sum.to(value.device) + value
         self._count += 1
 
-    def collect(self, optimizers: Iterable[Any]) -> tuple[float, float]:
-        """(learning rate, mean loss), then starts again; not finite where there was none."""
+    def collect(self, optimizers: Iterable[Any]) -> tuple[float, float, float]:
+        """Learning rate, mean loss, and the learning rate over what schedulers had set, then starts again.
+
+        Not finite where there was none.
+        """
         mean = math.nan if self._sum is None else self._sum.item() / self._count
         rate = max(self._rate, largest_rate(optimizers, on_host=False))
-        self._sum, self._count, self._rate = None, 0, -math.inf
-        return rate, mean
+        over_schedule = self._over_schedule
+        self._sum, self._count, self._rate, self._over_schedule = None, 0, -math.inf, -math.inf
+        return rate, mean, over_schedule
 
 
 def largest_rate(optimizers: Iterable[Any], on_host: bool) -> float:
@@ -80,6 +92,7 @@ class Alerting:
         self._on_alert = on_alert
         self._keys = Keys(log_key_prefix)
         self._signals = TrainingSignals()
+        self._data = TrainingData()
 
     @property
     def alerts(self) -> list[Alert]:
@@ -89,11 +102,16 @@ class Alerting:
     def notices(self) -> list[Alert]:
         return self._manager.notices
 
+    def observe_batch(self, trainer: pl.Trainer, batch: Any) -> None:
+        """Before a training step: its batch."""
+        if self._manager.enabled and trainer.is_global_zero:
+            self._data.observe(batch)
+
     def observe_step(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any) -> None:
         """After a training step: its learning rate and its loss."""
         if self._manager.enabled and trainer.is_global_zero:
             accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            self._signals.observe(outputs, trainer.optimizers, accumulated)
+            self._signals.observe(outputs, trainer.optimizers, accumulated, scheduled_rate(trainer))
 
     def update(
         self,
@@ -101,14 +119,25 @@ class Alerting:
         module: pl.LightningModule,
         snapshot: Snapshot,
         past: Sequence[Snapshot],
+        norms: Mapping[Source, float],
         ranks: Ranks,
     ) -> list[Alert]:
-        """The alerts that a new snapshot raises, on every rank."""
+        """The alerts that a new snapshot raises, on every rank; `norms`: of all tensors."""
+        metrics = validation_metrics(trainer) if self._manager.enabled else {}  # may be synchronized among the ranks
 
         def decide() -> list[Alert]:
-            values = context_values(module, *self._signals.collect(trainer.optimizers))
+            rate, loss, over_schedule = self._signals.collect(trainer.optimizers)
+            values = context_values(norms, rate, loss)
             operations = {} if snapshot.measurement is None else snapshot.measurement.operations
-            return self._manager.update(snapshot, past, Context(values, operations))
+            signs = {
+                **{source: value for source, value in norms.items() if source not in values},
+                **self._data.collect(),
+                **{("metric", name): value for name, value in metrics.items()},
+            }
+            if math.isfinite(over_schedule):
+                signs["learning rate over scheduled", ""] = over_schedule
+            settings = run_settings(module, trainer.optimizers)
+            return self._manager.update(snapshot, past, Context(values, operations, signs, settings))
 
         return self._broadcast(decide, ranks)
 
@@ -143,11 +172,14 @@ class Alerting:
             _run_on_alert(trainer, alert, self._on_alert)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"alerts": self._manager.state_dict()}
+        return {"alerts": self._manager.state_dict(), "data": self._data.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """All or nothing; a checkpoint without alerts has none of it."""
+        data = TrainingData()
+        data.load_state_dict(state.get("data", {"usual": {}}))
         self._manager.load_state_dict(state.get("alerts", {}))
+        self._data = data
 
 
 def _run_on_alert(trainer: pl.Trainer, alert: Alert, on_alert: Callable[[Alert], Any] | str | None) -> None:

@@ -242,7 +242,7 @@ class CurvatureMonitor(CallbackBase):
         if not self._active:
             return
         self._recorder.start_batch(trainer)
-        self._recorder.observe_batch("train", batch)
+        self._recorder.observe_training_batch(trainer, batch)
         if self._initial and trainer.global_step == 0 and not len(self._recorder.history) and self._measured_at is None:
             reason = self._why_not_initial(trainer, pl_module)
             if reason is None:

@@ -4,6 +4,8 @@
 |---|---|---|
 | `trainer.fit_loop.epoch_loop._batches_that_stepped` | `batches_that_stepped` | the x-axis of Lightning's own metrics |
 | `trainer._logger_connector._callback_metrics` | `publish` | the property computes the epoch's metrics early |
+| `trainer._results` | `validation_metrics` | metrics of this validation alone |
+| `scheduler._last_lr` | `scheduled_rate` | not all schedulers have `get_last_lr` |
 | `module._trainer` | `attached_trainer` | the property raises where there is none |
 | `trainer.strategy._lightning_optimizers` | `isolation/trainer_state.py` | what `self.optimizers()` returns |
 | `WandbLogger._wandb_init` | `reporting/dashboards.py` | whether W&B mirrors TensorBoard |
@@ -133,6 +135,26 @@ def publish(trainer: pl.Trainer, scalars: Mapping[str, float], stale: Iterable[s
             metrics[key] = torch.tensor(float("nan"))
         else:
             metrics.pop(key, None)
+
+
+def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
+    """What `validation_step` has logged in this validation, over all its batches. All ranks call it together.
+
+    Not `callback_metrics`, which has values of the last validation and of the last training epoch as well.
+    """
+    results = trainer._results
+    if not trainer.evaluating or results is None:
+        return {}
+    metrics: Mapping[str, Any] = results.metrics(on_step=False)["callback"]
+    return {name: float(value) for name, value in metrics.items() if value.numel() == 1}
+
+
+def scheduled_rate(trainer: pl.Trainer) -> float | None:
+    """The largest learning rate that schedulers have set last; None without any."""
+    schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
+    rates = [rate for scheduler in schedulers for rate in getattr(scheduler, "_last_lr", ())]
+    numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
+    return max(numbers, default=None)
 
 
 def progress_of(trainer: pl.Trainer) -> float | None:

@@ -125,6 +125,11 @@ class Recorder:
         """Captures the batch if it belongs to the probe batch."""
         self.runner.probe.observe(source, batch)
 
+    def observe_training_batch(self, trainer: pl.Trainer, batch: Any) -> None:
+        """Captures it if it belongs to the probe batch; what it looks like is context of alerts."""
+        self.observe_batch("train", batch)
+        self.alerting.observe_batch(trainer, batch)
+
     def observe_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any) -> None:
         """After a training step: its learning rate and its loss, as context of alerts."""
         self.alerting.observe_step(trainer, pl_module, outputs)
@@ -228,7 +233,7 @@ class Recorder:
             seconds, overhead, skipped = ranks.broadcast((seconds, overhead, self.budget.skipped))
             snapshot = replace(snapshot, seconds=seconds, overhead=overhead, skipped=skipped)
             self._compare_nodes(snapshot)
-            fresh = self.alerting.update(trainer, pl_module, snapshot, list(self.history), ranks)
+            fresh = self.alerting.update(trainer, pl_module, snapshot, list(self.history), self.runner.norms, ranks)
             if not_finite is not None:
                 fresh += self.alerting.diverged(not_finite, snapshot, list(self.history), ranks)
             self.history.append(replace(snapshot, alerts=len(self.alerting.alerts)))

@@ -62,3 +62,35 @@ def test_steps_of_the_base_class_are_not_overridden(package: Any) -> None:
 @packages
 def test_unsupported_strategies_exist(package: Any) -> None:
     assert all(hasattr(package.strategies, name) for name in compatibility._UNSUPPORTED_STRATEGIES)
+
+
+@packages
+def test_validation_metrics(package: Any) -> None:
+    """Of this validation, over all batches; none of the training epoch, and none outside of a validation."""
+    seen: list[dict[str, float]] = []
+
+    class Module(module_of(package)):  # type: ignore[misc]
+        def training_step(self, batch: Any, index: int) -> Any:
+            self.log("train_loss", 7.0)
+            return super().training_step(batch, index)
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", float(index + 10 * self.current_epoch))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+    class Look(package.Callback):  # type: ignore[misc]
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(compatibility.validation_metrics(trainer))
+            rates.append(compatibility.scheduled_rate(trainer))
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            assert compatibility.validation_metrics(trainer) == {}
+
+    rates: list[float | None] = []
+    options = {**QUIET, "max_epochs": 2, "limit_val_batches": 3, "callbacks": [Look()], "num_sanity_val_steps": 0}
+    package.Trainer(**options).fit(Module())
+    assert seen == [{"val_loss": 1.0}, {"val_loss": 11.0}]
+    assert rates == pytest.approx([0.01, 0.001])  # already those of the next epoch

@@ -23,6 +23,7 @@ from curvmon.errors import InputError, NonFiniteError
 from curvmon.integrations.lightning import training_step
 from curvmon.monitor.fallbacks import Failure, describe
 from curvmon.monitor.measurement import Outcome, merge
+from curvmon.monitor.vital_signs import TensorNorms
 from tests.helpers.lightning_runs import QUIET, assert_same, doctored, first_rows, run, trained
 from tests.helpers.module_zoo import BATCH, PROBE, REGRESSION, REGRESSION_VAL, Regression, regression_loss
 
@@ -191,7 +192,7 @@ def test_context_skips_tensors_without_a_norm() -> None:
     model.register_buffer("sparse", torch.eye(16).to_sparse())
     model.register_buffer("narrow", torch.ones(16, dtype=torch.bfloat16))
     model.register_parameter("lazy", nn.UninitializedParameter())
-    found = context_values(model)
+    found = context_values(TensorNorms().look(model).norms)
     assert set(found) == {("weights", "weight"), ("weights", "bias"), ("statistics", "narrow")}
     assert found["statistics", "narrow"] == 4.0
 
