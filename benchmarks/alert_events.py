@@ -43,7 +43,7 @@ SECOND = ("labels shuffled", "learning rate x 20", "outputs saturated", "layer r
 """of two events in one run: the first of them leaves something to disturb"""
 HAND: dict[str, Event] = {
     "warm restart": Event(steps.warm_restart, "learning rate"),
-    "step decay": Event(steps.rate_times(0.1), "learning rate"),
+    "step decay": Event(steps.step_decay, "learning rate"),
     "batch size x 2": Event(steps.batch_times(2), "batch size"),
     "batch size / 4": Event(steps.batch_times(0.25), "batch size"),
     "weight decay x 10": Event(steps.weight_decay_changed, "weight decay"),

@@ -19,11 +19,14 @@ class Skip(nn.Module):
     def __init__(self, *branch: nn.Module) -> None:
         super().__init__()
         self.branch = nn.Sequential(*branch)
-        self.skip = True
+        self._skip = True
+
+    def cut(self) -> None:
+        self._skip = False
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.branch(x)
-        return x + y if self.skip else y
+        return x + y if self._skip else y
 
 
 class SelfAttention(nn.Module):

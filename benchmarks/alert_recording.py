@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -63,23 +64,26 @@ def record(family: Family, seed: int, disturbed: bool, data: Path | None = None,
     run = Run(family, seed, data)
     watch = Watch(run)
     quiet = [watch.look(run).plain()]
-    moments = {name: _moment(seed, name, epochs) for name in [*EVENTS, *HAND]} if disturbed else {}
+    moments = {name: _moment(run, name, epochs) for name in [*EVENTS, *HAND]} if disturbed else {}
     branches: list[Plain] = []
     for at in range(1, epochs):
         for name, moment in moments.items():
             if moment == at:
                 branches += _branches(run, watch, name, at)
-        run.train(watch.observe)
+        run.train(watch)
         quiet.append(watch.look(run).plain())
     return {"family": family.name, "seed": seed, "quiet": quiet, "branches": branches}
 
 
-def _moment(seed: int, name: str, epochs: int) -> int:
+def _moment(run: Run, name: str, epochs: int) -> int:
     """Between a third and three quarters of the run; drifts begin earlier."""
-    latest = epochs * (3 if name not in EVENTS or not EVENTS[name].is_drift else 2) // 4
-    if name in EVENTS and EVENTS[name].is_drift:
-        latest = epochs * 3 // 5
-    return int(torch.randint(epochs // 3, latest, (1,), generator=chance(seed, name)))
+    is_drift = name in EVENTS and EVENTS[name].is_drift
+    latest = epochs * 3 // (5 if is_drift else 4)
+    return int(torch.randint(epochs // 3, latest, (1,), generator=_chance(run, name)))
+
+
+def _chance(run: Run, name: str) -> torch.Generator:
+    return chance(run.seed, f"{name} in {run.family.name}")
 
 
 def _branches(run: Run, watch: Watch, name: str, at: int) -> list[Plain]:
@@ -93,7 +97,7 @@ def _branches(run: Run, watch: Watch, name: str, at: int) -> list[Plain]:
         return []
     recorded = [{"role": role, **alone}]
     if name in FIRST:
-        random = chance(run.seed, f"second after {name}")
+        random = _chance(run, f"second after {name}")
         gap, index = (int(torch.randint(*ends, (1,), generator=random)) for ends in (GAPS, (0, len(SECOND))))
         second = SECOND[index]
         branch = _Branch(run, watch)
@@ -116,14 +120,14 @@ class _Branch:
         measured = []
 
         def happen(name: str, event: Event, now: int) -> None:
-            place = event.apply(self.run, chance(self.run.seed, f"{name} in {self.run.family.name}"))
+            place = event.apply(self.run, _chance(self.run, f"what {name} does"))
             happened.append(Happened(name, event.cause, place, now))
 
         for i in range(at, at + count):
             here = {event.when: (name, event, i) for name, event, moment in events if moment == i}
             if "start" in here:
                 happen(*here["start"])
-            self.run.train(self.watch.observe, (lambda: happen(*here["middle"])) if "middle" in here else None)
+            self.run.train(self.watch, partial(happen, *here["middle"]) if "middle" in here else None)
             if "end" in here:
                 happen(*here["end"])
             measured.append(self.watch.look(self.run).plain())

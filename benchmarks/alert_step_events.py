@@ -10,17 +10,21 @@ from benchmarks.alert_training import Run
 
 
 def rate_times(factor: float) -> Apply:
+    """On top of the schedule."""
+
     def apply(run: Run, random: torch.Generator) -> Place:
-        run.factor = lambda epoch: factor
+        run.factor = factor
         return None
 
     return apply
 
 
 def rate_grows(per_epoch: float) -> Apply:
+    """A schedule that never ends."""
+
     def apply(run: Run, random: torch.Generator) -> Place:
-        start = run.epoch
-        run.factor = lambda epoch: (1 + per_epoch) ** (1 + int(epoch) - start)
+        before, start = run.schedule, run.epoch
+        run.schedule = lambda epoch: before(start) * (1 + per_epoch) ** (1 + int(epoch) - start)
         return None
 
     return apply
@@ -61,6 +65,13 @@ def warm_restart(run: Run, random: torch.Generator) -> Place:
     if before(start) == before(0):
         raise NotApplicableError("the learning rate is constant")
     run.schedule = lambda epoch: before(epoch - start)
+    return None
+
+
+def step_decay(run: Run, random: torch.Generator) -> Place:
+    """To a tenth."""
+    before = run.schedule
+    run.schedule = lambda epoch: 0.1 * before(epoch)
     return None
 
 

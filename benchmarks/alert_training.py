@@ -9,23 +9,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.alert_data import HELD_OUT
 from benchmarks.alert_families import Batch, Family
+from benchmarks.alert_schedules import constant
 
 PROBE = 32
-OnStep = Callable[["Run", Batch, Tensor], Any]
-"""called after each training step with its batch and its loss"""
+
+
+class Observer(Protocol):
+    """Sees each training step."""
+
+    def before_step(self, run: Run, batch: Batch) -> None: ...
+
+    def after_step(self, run: Run, loss: Tensor) -> None: ...
 
 
 class Run:
     """Attributes that events change:
 
-    factor: of the learning rate, on top of the schedule; a function of the time in epochs.
+    factor: of the learning rate, on top of what the schedule sets.
     corrupt: what happens to training batches.
     ascends: steps go uphill.
     after_step: called after each step.
@@ -42,10 +48,11 @@ class Run:
         self.rates: list[float] = [group["lr"] for group in self.optimizer.param_groups]
         self.generator = torch.Generator().manual_seed(seed)
         self.schedule, self.batch = family.schedule, family.batch
-        self.factor: Callable[[float], float] = lambda epoch: 1.0
+        self.factor = 1.0
         self.corrupt: list[Callable[[Batch], Batch]] = []
         self.ascends = False
         self.after_step: list[Callable[[], None]] = []
+        self._share = 1.0
         self.epoch = self.step = 0
         if family.unfreeze_at is not None:
             self._backbone().requires_grad_(False)
@@ -60,11 +67,16 @@ class Run:
         return twin
 
     @property
+    def scheduled_rate(self) -> float | None:
+        """The largest learning rate that the schedule has set last; None at a constant rate."""
+        return None if self.schedule is constant else max(self.rates) * self._share
+
+    @property
     def probe(self) -> Batch:
         """The first samples of the validation."""
         return self.held_x[:PROBE], self.held_y[:PROBE]
 
-    def train(self, on_step: OnStep, halfway: Callable[[], None] | None = None) -> None:
+    def train(self, observer: Observer, halfway: Callable[[], None] | None = None) -> None:
         """One epoch; `halfway` is called in its middle."""
         if self.epoch == self.family.unfreeze_at:
             self._backbone().requires_grad_(True)
@@ -77,10 +89,11 @@ class Run:
             batch = self._augmented((self.x[chosen], self.y[chosen]))
             for corrupt in self.corrupt:
                 batch = corrupt(batch)
-            now = self.epoch + i / self.family.steps
+            self._share = self.schedule(self.epoch + i / self.family.steps)
             for group, rate in zip(self.optimizer.param_groups, self.rates):
-                group["lr"] = rate * self.schedule(now) * self.factor(now)
-            on_step(self, batch, self._step(batch))
+                group["lr"] = rate * self._share * self.factor
+            observer.before_step(self, batch)
+            observer.after_step(self, self._step(batch))
         self.epoch += 1
 
     def _step(self, batch: Batch) -> Tensor:
@@ -115,6 +128,3 @@ class Run:
     def _backbone(self) -> nn.Module:
         assert isinstance(self.model, nn.Sequential)
         return self.model[: self.family.backbone]
-
-
-assert HELD_OUT >= PROBE

@@ -95,16 +95,19 @@ def statistics_frozen(run: Run, random: torch.Generator) -> Place:
     norms = [module for module in run.model.modules() if isinstance(module, nn.BatchNorm2d)]
     if not norms:
         raise NotApplicableError("no batch norm")
-    for module in norms:
-        module.reset_running_stats()
-        module.momentum = 0.0
+
+    def reset() -> None:
+        for module in norms:
+            module.reset_running_stats()
+
+    run.after_step.append(reset)
     return None
 
 
 def skip_cut(run: Run, random: torch.Generator) -> Place:
     name, block = _drawn([(n, m) for n, m in run.model.named_modules() if isinstance(m, Skip)], random)
     assert isinstance(block, Skip)
-    block.skip = False
+    block.cut()
     return name
 
 
