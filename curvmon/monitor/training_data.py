@@ -79,7 +79,7 @@ class TrainingData:
         self._moments.setdefault(path, []).append(summary)
 
     def collect(self) -> dict[Source, float]:
-        """Summaries by kind ("inputs", "labels" or "batches") and tensor, then starts again."""
+        """Summaries by kind ("inputs rms", "labels missing", "batches different", …) and tensor, then starts again."""
         try:
             return self._collected()
         except Exception:
@@ -98,10 +98,10 @@ class TrainingData:
         lengths = {len(rows) for rows in moments.values()}
         if len(lengths) == 1:
             fingerprints = list(zip(*moments.values()))
-            signs["batches", "size"] = sorted(rows[0][2] for rows in fingerprints)[len(fingerprints) // 2]
+            signs["batches size", ""] = sorted(rows[0][2] for rows in fingerprints)[len(fingerprints) // 2]
             if len(fingerprints) >= FEWEST_BATCHES:
                 different = {tuple(tuple(row) for row in rows) for rows in fingerprints}
-                signs["batches", "different"] = len(different) / len(fingerprints)
+                signs["batches different", ""] = len(different) / len(fingerprints)
         return signs
 
     def _labels(self, path: str, counts: Sequence[float]) -> dict[Source, float]:
@@ -115,12 +115,12 @@ class TrainingData:
         kept = shares if usual is None else [(1 - MEMORY) * u + MEMORY * s for u, s in zip(usual, shares)]
         self._usual[path] = kept
         signs: dict[Source, float] = {
-            ("labels", f"{path} perplexity"): math.exp(-sum(p * math.log(p) for p in shares if p > 0))
+            ("labels perplexity", path): math.exp(-sum(p * math.log(p) for p in shares if p > 0))
         }
         if usual is not None:
             missing = sum(u * total >= EXPECTED and count == 0 for u, count in zip(usual, counts))
-            signs["labels", f"{path} missing"] = float(missing)
-            signs["labels", f"{path} shift"] = sum(abs(s - u) for s, u in zip(shares, usual)) / 2
+            signs["labels missing", path] = float(missing)
+            signs["labels shift", path] = sum(abs(s - u) for s, u in zip(shares, usual)) / 2
         return signs
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,12 +144,12 @@ def _inputs(path: str, rows: Sequence[Sequence[float]]) -> dict[Source, float]:
     count = len(rows)
     mean, square = (sum(row[i] for row in rows) / count for i in (0, 1))
     rms = math.sqrt(square)
-    signs: dict[Source, float] = {("inputs", f"{path} rms"): rms}
+    signs: dict[Source, float] = {("inputs rms", path): rms}
     if rms > 0:
-        signs["inputs", f"{path} mean"] = mean / rms
+        signs["inputs mean", path] = mean / rms
         if count >= FEWEST_BATCHES:
             spread = math.sqrt(sum((row[0] - mean) ** 2 for row in rows) / (count - 1))
-            signs["inputs", f"{path} spread of batches"] = spread / rms
+            signs["inputs spread", path] = spread / rms
     return signs
 
 

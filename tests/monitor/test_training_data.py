@@ -39,13 +39,13 @@ def with_past(intervals: int = 4) -> TrainingData:
 
 def test_values_of_quiet_data() -> None:
     signs = signs_of(with_past(), batches(seed=9))
-    assert signs["inputs", f"{INPUTS} rms"] == pytest.approx(1.25**0.5, rel=0.02)
-    assert signs["inputs", f"{INPUTS} mean"] == pytest.approx(0.5 / 1.25**0.5, rel=0.05)
+    assert signs["inputs rms", INPUTS] == pytest.approx(1.25**0.5, rel=0.02)
+    assert signs["inputs mean", INPUTS] == pytest.approx(0.5 / 1.25**0.5, rel=0.05)
     # 64 x 48 values in a batch
-    assert signs["inputs", f"{INPUTS} spread of batches"] == pytest.approx((64 * 48 * 1.25) ** -0.5, rel=0.5)
-    assert signs["labels", f"{LABELS} perplexity"] == pytest.approx(10, rel=0.01)
-    assert signs["labels", f"{LABELS} missing"] == 0 and signs["labels", f"{LABELS} shift"] < 0.06
-    assert signs["batches", "different"] == 1 and signs["batches", "size"] == 64
+    assert signs["inputs spread", INPUTS] == pytest.approx((64 * 48 * 1.25) ** -0.5, rel=0.5)
+    assert signs["labels perplexity", LABELS] == pytest.approx(10, rel=0.01)
+    assert signs["labels missing", LABELS] == 0 and signs["labels shift", LABELS] < 0.06
+    assert signs["batches different", ""] == 1 and signs["batches size", ""] == 64
 
 
 def test_a_class_that_vanishes_is_counted_once_it_is_expected() -> None:
@@ -54,23 +54,23 @@ def test_a_class_that_vanishes_is_counted_once_it_is_expected() -> None:
         return batch[0][keep], batch[1][keep]
 
     signs = signs_of(with_past(), batches(seed=9, change=without_three))
-    assert signs["labels", f"{LABELS} missing"] == 1 and signs["labels", f"{LABELS} shift"] > 0.09
+    assert signs["labels missing", LABELS] == 1 and signs["labels shift", LABELS] > 0.09
     # three batches of 64 hold fewer than 20 of each class: nothing can be said
-    assert signs_of(with_past(), batches(3, 9, without_three))["labels", f"{LABELS} missing"] == 0
+    assert signs_of(with_past(), batches(3, 9, without_three))["labels missing", LABELS] == 0
 
 
 def test_the_same_batch_again_and_again() -> None:
     one = batches(1)[0]
-    assert signs_of(TrainingData(), [one] * 20)["batches", "different"] == 1 / 20
+    assert signs_of(TrainingData(), [one] * 20)["batches different", ""] == 1 / 20
     twice = [batch for batch in batches(10) for _ in range(2)]
-    assert signs_of(TrainingData(), twice)["batches", "different"] == 1 / 2
+    assert signs_of(TrainingData(), twice)["batches different", ""] == 1 / 2
 
 
 def test_rescaled_and_inverted_inputs() -> None:
     tripled = signs_of(with_past(), batches(change=lambda batch: (3 * batch[0], batch[1])))
-    assert tripled["inputs", f"{INPUTS} rms"] == pytest.approx(3 * 1.25**0.5, rel=0.02)
+    assert tripled["inputs rms", INPUTS] == pytest.approx(3 * 1.25**0.5, rel=0.02)
     inverted = signs_of(with_past(), batches(change=lambda batch: (-batch[0], batch[1])))
-    assert inverted["inputs", f"{INPUTS} mean"] == pytest.approx(-0.5 / 1.25**0.5, rel=0.05)
+    assert inverted["inputs mean", INPUTS] == pytest.approx(-0.5 / 1.25**0.5, rel=0.05)
 
 
 def test_batches_of_any_structure() -> None:
@@ -78,9 +78,9 @@ def test_batches_of_any_structure() -> None:
         return {"x": {"image": batch[0].half()}, "mask": batch[1] > 4, "n": 3, "c": batch[1].to(torch.complex64)}
 
     signs = signs_of(with_past(), batches(change=as_dict))
-    assert signs["labels", "batch['mask'] perplexity"] == pytest.approx(2, rel=0.01)
-    assert signs["inputs", "batch['x']['image'] rms"] == pytest.approx(1.25**0.5, rel=0.02)
-    assert not any("batch['c']" in name for _, name in signs)
+    assert signs["labels perplexity", "batch['mask']"] == pytest.approx(2, rel=0.01)
+    assert signs["inputs rms", "batch['x']['image']"] == pytest.approx(1.25**0.5, rel=0.02)
+    assert not any(name == "batch['c']" for _, name in signs)
 
 
 def test_many_batches_are_thinned_out() -> None:
@@ -88,14 +88,14 @@ def test_many_batches_are_thinned_out() -> None:
     for batch in batches(10 * MOST_BATCHES):
         data.observe(batch)
     assert MOST_BATCHES < len(data._moments[LABELS]) <= 5 * MOST_BATCHES
-    assert data.collect()["batches", "different"] == 1
+    assert data.collect()["batches different", ""] == 1
 
 
 def test_large_tensors_are_read_in_part() -> None:
     images = torch.zeros(64, 3, 224, 224)
     images[:2] = 1.0
     signs = signs_of(TrainingData(), [images] * 4)
-    assert signs["inputs", "batch rms"] == 1.0
+    assert signs["inputs rms", "batch"] == 1.0
 
 
 class Odd(torch.Tensor):
