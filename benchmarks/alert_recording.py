@@ -174,6 +174,14 @@ def jobs(families: Iterable[str], seeds: int, event_seeds: int, cache: Path, dat
     ]
 
 
+def record_missing(
+    families: Iterable[str], seeds: int, event_seeds: int, cache: Path, data: Path | None, processes: int
+) -> None:
+    with ProcessPoolExecutor(processes) as pool:
+        for line in pool.map(Job.run, jobs(families, seeds, event_seeds, cache, data)):
+            print(line, flush=True)
+
+
 def load(cache: Path, families: Iterable[str] = tuple(FAMILIES), seeds: Iterable[int] | None = None) -> list[Recorded]:
     """All runs of these families (and seeds) that are in the cache."""
     wanted = None if seeds is None else set(seeds)
@@ -210,10 +218,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--data", type=Path, help="CIFAR-10 as an npz file; without it, digits")
     arguments = parser.parse_args()
-    todo = jobs(arguments.families.split(","), arguments.seeds, arguments.event_seeds, arguments.cache, arguments.data)
-    with ProcessPoolExecutor(arguments.processes) as pool:
-        for line in pool.map(Job.run, todo):
-            print(line, flush=True)
+    counts = arguments.seeds, arguments.event_seeds
+    families = arguments.families.split(",")
+    record_missing(families, *counts, arguments.cache, arguments.data, arguments.processes)
 
 
 if __name__ == "__main__":
