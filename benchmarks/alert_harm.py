@@ -12,7 +12,7 @@ from benchmarks.alert_recording import Recorded
 
 HORIZON = 3
 """validations whose mean counts: the first after an event, the last of a drift"""
-LEAST_RISE, FLUCTUATIONS = 0.1, 3.0
+LEAST_RISE, FLUCTUATIONS = 0.05, 3.0
 """the logarithm of the validation loss has to rise by so much, and by so many times its usual fluctuation"""
 LEAST_LOSS_OF_ACCURACY = 0.05
 RECENT = 8
@@ -21,7 +21,7 @@ DOUBLED = 2.0
 
 
 def matters(run: Recorded) -> bool:
-    """log(L / L_twin) > max(0.1, 3 s), or accuracy lower by five points; L: means of HORIZON validations.
+    """log(L / L_twin) > max(0.05, 3 s), or accuracy lower by five points; L: means of HORIZON validations.
 
     s: standard deviation of the differences of log L_twin between validations, over sqrt(2).
     """

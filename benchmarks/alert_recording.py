@@ -154,14 +154,14 @@ class Job(NamedTuple):
             return f"{self.path.name}: there"
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
-        began = time.monotonic()
+        began = time.process_time()
         plain = record(FAMILIES[self.family], self.seed, self.disturbed, self.data)
         self.cache.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(f".{os.getpid()}")
         torch.save(plain, partial)
         partial.rename(self.path)
         count = len(plain["quiet"]) + sum(len(branch["measured"]) for branch in plain["branches"])
-        return f"{self.path.name}: {count} measurements, {time.monotonic() - began:.0f} s"
+        return f"{self.path.name}: {count} measurements, {time.process_time() - began:.0f} s of CPU time"
 
 
 def jobs(families: Iterable[str], seeds: int, event_seeds: int, cache: Path, data: Path | None) -> list[Job]:
@@ -187,10 +187,14 @@ def load(cache: Path, families: Iterable[str] = tuple(FAMILIES), seeds: Iterable
     wanted = None if seeds is None else set(seeds)
     recorded: list[Recorded] = []
     for name in families:
+        seeds_seen: set[int] = set()
+        # a file of disturbed runs has the quiet one as well, and its name comes first
         for path in sorted(cache.glob(f"{name.replace(' ', '-')}-[0-9]*-*.pt")):
             plain = torch.load(path, weights_only=True)
-            if wanted is None or plain["seed"] in wanted:
+            seed = plain["seed"]
+            if seed not in seeds_seen and (wanted is None or seed in wanted):
                 recorded += runs_of(plain)
+            seeds_seen.add(seed)
     return recorded
 
 

@@ -241,8 +241,10 @@ def test_recorded_runs_are_loaded_as_they_were(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(alert_recording, "SECOND", ("learning rate x 20",))
     plain = alert_recording.record(FAMILIES["Regression"], 0, True, epochs=4)
     torch.save(plain, tmp_path / "Regression-0-disturbed.pt")
+    torch.save({**plain, "branches": []}, tmp_path / "Regression-0-quiet.pt")
     runs = load(tmp_path, ["Regression"], [0])
     assert load(tmp_path, ["Regression"], [1]) == load(tmp_path, ["VAE"]) == []
+    assert len(runs) == len(plain["branches"]) + 1
     by_name = {tuple(each.name for each in run.happened): run for run in runs}
     quiet, alone = by_name[()], by_name["learning rate x 5",]
     both = by_name["learning rate x 5", "learning rate x 20"]
