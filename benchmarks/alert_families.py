@@ -142,8 +142,8 @@ REPORTED = {
     family.name: family
     for family in (
         Family(
-            "LSTM", "text", lambda: alert_networks.CharacterLSTM(VOCABULARY), alert_data.characters,
-            torch.optim.Adam, 6e-3, alert_schedules.decay, clip=1.0,
+            "Character LSTM", "text", lambda: alert_networks.CharacterLSTM(VOCABULARY), alert_data.characters,
+            torch.optim.Adam, 0.015, alert_schedules.decay, clip=1.0,
         ),
         Family(
             "Fine-tuning", "images", _pretrained, alert_data.transposed_digits,
