@@ -38,11 +38,8 @@ def causes_of(alert: Alert) -> list[tuple[str, float]]:
 def places_of(alert: Alert) -> list[str]:
     """Names of modules, most probable first; empty where the alert names no place."""
     places: Sequence[Any] = getattr(alert, "places", None) or ()
-    if places:
+    if places or getattr(alert, "causes", None):
         return [place if isinstance(place, str) else place[0] for place in places]
-    place = getattr(alert, "place", None)
-    if place or hasattr(alert, "place"):
-        return [place] if place else []
     named = [name for pattern in PLACES for name in re.findall(pattern, alert.headline)]
     # of the pair `stem → layer1`, the step to the second one is meant
     pair = [name for name in reversed(alert.where.split("--")) if "--" in alert.where and name in alert.headline]

@@ -82,9 +82,10 @@ def layer_grows(run: Run, random: torch.Generator) -> Place:
 
 @torch.no_grad()
 def not_a_number(run: Run, random: torch.Generator) -> Place:
-    name, weight = _hidden_weight(run, random)
+    """Within one step it is in every weight: no place can be seen."""
+    _, weight = _hidden_weight(run, random)
     weight.view(-1)[0] = float("nan")
-    return name
+    return None
 
 
 # ---- the forward pass ----

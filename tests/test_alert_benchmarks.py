@@ -54,7 +54,7 @@ class StatedAlert(Alert):
     """As an alert that states causes and places."""
 
     causes: tuple[tuple[str, float], ...] = ()
-    places: tuple[str, ...] = ()
+    places: tuple[tuple[str, float], ...] = ()
 
 
 def seen(loss: float, accuracy: float = 0.9, settings: dict[str, str] | None = None) -> Seen:
@@ -72,7 +72,9 @@ def after(*values: float) -> list[float]:
     return [*QUIET[:AT], *values]
 
 
-def alert(causes: tuple[tuple[str, float], ...] = (), places: tuple[str, ...] = (), level: str = "warning") -> Alert:
+def alert(
+    causes: tuple[tuple[str, float], ...] = (), places: tuple[tuple[str, float], ...] = (), level: str = "warning"
+) -> Alert:
     start = ("jump", "loss", "loss", 1.0, 2.0, 9.0, 0, 0, "The loss jumped from 1 to 2, step 0")
     return StatedAlert(*start, level=level, causes=causes, places=places)  # type: ignore[arg-type]
 
@@ -172,6 +174,8 @@ def test_causes_and_places_of_alerts_in_free_text() -> None:
     rate = Alert("jump", "loss", "loss", 1.0, 2.0, 9.0, 0, 0, "Learning rate x 20: the loss jumped from 1 to 2, step 3")
     assert causes_of(rate)[0][0] == "learning rate" and places_of(rate) == []
     assert causes_of(alert()) == []
+    stated = StatedAlert(*start, grew.headline, causes=(("labels", 0.9),))
+    assert causes_of(stated) == [("labels", 0.9)] and places_of(stated) == []
 
 
 def test_labels_in_free_text_are_those_of_events() -> None:
@@ -183,8 +187,8 @@ def test_labels_in_free_text_are_those_of_events() -> None:
 )
 def test_a_place_may_contain_the_module_or_be_within(named: str, right: bool) -> None:
     run = run_of(after(3.0), "event", EVENT._replace(place="2.branch.0"))
-    assert is_place_right(alert(places=(named,)), run) == right
-    assert not is_place_right(alert(places=(named,)), run_of(after(3.0)))
+    assert is_place_right(alert(places=((named, 0.9),)), run) == right
+    assert not is_place_right(alert(places=((named, 0.9),)), run_of(after(3.0)))
 
 
 def test_reliability_bins_every_stated_probability() -> None:
