@@ -1,6 +1,6 @@
 """Records runs of all families: quiet ones, and disturbed copies that branch off at random moments.
 
-    python -m benchmarks.alert_recording --cache runs/alerts --seeds 10 --event-seeds 2 --processes 2
+    python -m benchmarks.alert_recording --cache runs/alerts --seeds 10 --event-seeds 3 --processes 2
 
 One file for each family and seed; an interrupted recording is continued. A disturbed run has the random streams of the
 quiet run, which is what would have happened without the event: its twin. `load` reads the files.
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("runs/alerts"))
     parser.add_argument("--families", default=",".join(FAMILIES), help="names, with commas between them")
     parser.add_argument("--seeds", type=int, default=10, help="of each family")
-    parser.add_argument("--event-seeds", type=int, default=2, help="of these, with disturbed runs")
+    parser.add_argument("--event-seeds", type=int, default=3, help="of these, with disturbed runs")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--data", type=Path, help="CIFAR-10 as an npz file; without it, digits")
     arguments = parser.parse_args()

@@ -184,11 +184,16 @@ def _percent(share: float) -> str:
 
 def report(runs: Sequence[Recorded], with_synthetic: bool) -> str:
     results = Results(runs)
-    seeds = {run.seed for run in runs}
+    names = list(dict.fromkeys(run.family for run in runs))
+    seeds = len({run.seed for run in runs})
+    disturbed = len({run.seed for run in runs if run.happened})
+    chosen = "No threshold was chosen on these families or seeds."
+    if not set(names) <= REPORTED.keys():
+        chosen = "Thresholds were chosen on these families: these figures are for tuning."
     head = [
         "# Alerts: false alarms and detection",
-        f"Made with `make bench-alerts`: {', '.join(dict.fromkeys(run.family for run in runs))}; {len(seeds)} seeds of "
-        f"each, 30 measurements of each quiet run. No threshold was chosen on these families or seeds.",
+        f"Made with `make bench-alerts`: {', '.join(names)}; {seeds} seeds of each, {disturbed} of them with events; 30 "
+        f"measurements of each quiet run. {chosen}",
     ]
     sections = [quiet_section, event_section, drift_section, answer_section, second_section, hand_section]
     synthetic = alert_synthetic.sections() if with_synthetic else []
@@ -199,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path("runs/alerts"))
     parser.add_argument("--seeds", type=int, default=10, help="of each family")
-    parser.add_argument("--event-seeds", type=int, default=2, help="of these, with disturbed runs")
+    parser.add_argument("--event-seeds", type=int, default=3, help="of these, with disturbed runs")
     parser.add_argument("--processes", type=int, default=2, help="0: only what is in the cache already")
     parser.add_argument("--data", type=Path, help="CIFAR-10 as an npz file; without it, digits")
     parser.add_argument("--tuned", action="store_true", help="the families for tuning instead of those for the table")
