@@ -192,8 +192,8 @@ def report(runs: Sequence[Recorded], with_synthetic: bool) -> str:
         chosen = "Thresholds were chosen on these families: these figures are for tuning."
     head = [
         "# Alerts: false alarms and detection",
-        f"Made with `make bench-alerts`: {', '.join(names)}; {seeds} seeds of each, {disturbed} of them with events; 30 "
-        f"measurements of each quiet run. {chosen}",
+        f"Made with `make bench-alerts`: {', '.join(names)}; {seeds} seeds of each, {disturbed} of them with events; "
+        f"30 measurements of each quiet run. {chosen}",
     ]
     sections = [quiet_section, event_section, drift_section, answer_section, second_section, hand_section]
     synthetic = alert_synthetic.sections() if with_synthetic else []
