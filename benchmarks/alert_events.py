@@ -13,10 +13,10 @@ EVENTS: dict[str, Event] = {
     "labels shuffled": Event(data.labels_shuffled, "labels"),
     "class missing": Event(data.class_missing, "class missing"),
     "batch repeated": Event(data.batch_repeated, "repeated data"),
-    "inputs rescaled": Event(data.inputs_rescaled, "input scale"),
-    "inputs shifted": Event(data.inputs_shifted, "input shift"),
-    "inputs inverted": Event(data.inputs_inverted, "input values"),
-    "inputs noisy": Event(data.inputs_noisy, "input noise"),
+    "inputs rescaled": Event(data.inputs_rescaled, "inputs"),
+    "inputs shifted": Event(data.inputs_shifted, "inputs"),
+    "inputs inverted": Event(data.inputs_inverted, "inputs"),
+    "inputs noisy": Event(data.inputs_noisy, "inputs"),
     "half of a layer zeroed": Event(weights.half_zeroed, "weights zeroed", "end"),
     "layer re-initialized": Event(weights.layer_reinitialized, "weights replaced", "end"),
     "noise on all weights": Event(weights.weights_noisy, "weight noise", "end"),
@@ -34,7 +34,7 @@ EVENTS: dict[str, Event] = {
     "learning rate + 30 % per validation": Event(steps.rate_grows(0.3), "learning rate", is_drift=True),
     "weight decay negative": Event(steps.weight_decay_negative, "weight decay", is_drift=True),
     "layer grows": Event(weights.layer_grows, "weights grown", is_drift=True),
-    "inputs decay": Event(data.data_decays, "input noise", is_drift=True),
+    "inputs decay": Event(data.data_decays, "inputs", is_drift=True),
     "labels decay": Event(data.labels_decay, "labels", is_drift=True),
 }
 CAUSES = tuple(dict.fromkeys(event.cause for event in EVENTS.values()))

@@ -15,11 +15,11 @@ from curvmon.alerts.evidence import FamilyScore, Forecasts, certain_signs, famil
 from curvmon.alerts.features import Feature, FeatureDeviation
 from curvmon.alerts.place import places
 from curvmon.alerts.setting_changes import TRAINED
-from curvmon.alerts.signatures import QUIET, Signatures
+from curvmon.alerts.signatures import QUIET, UNCLEAR, Signatures
 
-THRESHOLD = -3.0
+THRESHOLD = 0.0
 """log odds"""
-CLOSE = -5.0
+CLOSE = -3.0
 """from which on a measurement waits for the next one"""
 RESTARTED = 3.0
 """features that deviate by more than this start anew after an event"""
@@ -29,7 +29,7 @@ RECENT = 4
 """measurements that show together what a slow change is"""
 CLEAR, CLEAR_AGAIN = 0.5, 0.7
 """probability from which on a cause is named, and from which on it is another event soon after one"""
-LOSSES = ("validation loss", "training loss", "loss")
+LOSSES = ("validation loss", "training loss")
 HAND = frozenset({"schedule", "batch size", "weight decay setting", "trained parameters"})
 """causes that are what the user does on purpose"""
 
@@ -53,13 +53,22 @@ class Event(NamedTuple):
     age: int
     """1: it began before this measurement; 2: before the last one"""
 
+    has_hand_sign: bool = False
     suffers: bool = False
     """a loss is as high as at the start of the run"""
 
     @property
     def is_intended(self) -> bool:
         """It is more likely what the user does on purpose than an accident, and does not ruin the run."""
-        return not self.suffers and sum(share for cause, share in self.causes if cause in HAND) > 0.5
+        explained = HAND | {UNCLEAR} if self.has_hand_sign else HAND
+        return not self.suffers and sum(share for cause, share in self.causes if cause in explained) > 0.5
+
+    @property
+    def cause(self) -> str:
+        """The most probable one; UNCLEAR if none is probable. Of what is intended, that of the user."""
+        among = [(name, share) for name, share in self.causes if not self.is_intended or name in HAND]
+        name, share = among[0]
+        return name if share >= CLEAR or self.is_intended else UNCLEAR
 
 
 class EventDetector:
@@ -108,11 +117,21 @@ class EventDetector:
         ):
             causes, where = self._causes(scores, signs), places(deviations, rebuilt, named)
             age = 1 if self._waiting is None else 2
-            event = Event(odds, causes, where, deviations, scores, self._forecasts.last(), age, self._suffers(features))
+            event = Event(
+                odds,
+                causes,
+                where,
+                deviations,
+                scores,
+                self._forecasts.last(),
+                age,
+                bool(signs & HAND_SIGNS),
+                self._suffers(features),
+            )
             self._restart(features, deviations, scores, at)
             if self._is_echo(event):
                 return None
-            self._last, self._since = causes[0][0], 0
+            self._last, self._since = event.cause, 0
             return event
         if self._waiting is not None:
             self._forecasts.append(self._waiting, at)
@@ -124,11 +143,12 @@ class EventDetector:
         self._settling = {family: left - 1 for family, left in self._settling.items() if left > 1}
         return None
 
-    def recent_causes(self) -> tuple[tuple[str, float], ...]:
+    def recent_causes(self, count: int = RECENT) -> tuple[tuple[str, float], ...]:
         """Of a slow change: Σ s / sqrt(n), s: the scores of a family in the last n measurements."""
         summed: dict[str, FamilyScore] = {}
-        for family in {family for scores in self._recent for family in scores}:
-            known = [scores[family] for scores in self._recent if family in scores]
+        recent = self._recent[-count:]
+        for family in {family for scores in recent for family in scores}:
+            known = [scores[family] for scores in recent if family in scores]
             total = sum(score.score for score in known) / math.sqrt(len(known))
             summed[family] = known[-1]._replace(score=total)
         return self._causes(summed, certain_signs(summed))
@@ -140,12 +160,15 @@ class EventDetector:
         return tuple(sorted(causes, key=lambda each: -each[1]))
 
     def _suffers(self, features: Sequence[Feature]) -> bool:
+        """Losses over many samples: that of the probe batch alone may be high by chance."""
         return any(f.value >= self._first.get((f.family, f.where), math.inf) for f in features if f.family in LOSSES)
 
     def _is_echo(self, event: Event) -> bool:
         """What an event has started goes on: the training loss, for example, shows it one measurement later."""
-        cause, share = event.causes[0]
-        return self._since <= SETTLING and (share < CLEAR_AGAIN or cause == self._last)
+        share = dict(event.causes).get(event.cause, 0.0)
+        if self._since > SETTLING or event.has_hand_sign:
+            return False
+        return event.cause in (self._last, UNCLEAR) or share < CLEAR_AGAIN
 
     def _damped(self, scores: dict[str, FamilyScore]) -> dict[str, FamilyScore]:
         damped = {}

@@ -12,6 +12,7 @@ from curvmon.alerts.evidence import weighted
 from curvmon.alerts.family_wording import WORDINGS, in_words, wording_of
 from curvmon.alerts.features import FeatureDeviation
 from curvmon.alerts.observations import MAX_EVIDENCE, checkpoint, since
+from curvmon.alerts.signatures import UNCLEAR
 from curvmon.alerts.wording import headline, times
 from curvmon.records import Alert, Snapshot
 from curvmon.records.formatting import short
@@ -91,8 +92,12 @@ ADVICE = {
     "batch size": Advice("Batch size changed", "Batch size changed", ""),
     "weight decay setting": Advice("Weight decay changed", "Weight decay changed", ""),
     "trained parameters": Advice("Other parameters are trained", "Other parameters are trained", ""),
+    UNCLEAR: Advice(
+        "Change of unclear cause", "Change of unclear cause", "Check the data and the learning rate {since}.",
+    ),
 }  # fmt: skip
-UNCLEAR = Advice("Change of unclear cause", "Change of unclear cause", "Check the data and the learning rate {since}.")
+CERTAIN = 10.0
+"""log odds from which on a change of unclear cause is an alert although no loss rose"""
 INTENDED = "Nothing to do if this was intended; later measurements are compared with the new level."
 
 
@@ -110,9 +115,9 @@ def alert_of_event(
         before: the last measurement.
         now: the one of the alert.
     """
-    cause, share = event.causes[0]
-    advice = ADVICE.get(cause, UNCLEAR) if share >= CLEAR else UNCLEAR
-    place = event.places[0][0] if event.places and event.places[0][1] >= CLEAR else None
+    advice = ADVICE[event.cause]
+    places = event.places if event.cause == UNCLEAR or "{}" in advice.title else ()
+    place = places[0][0] if places and places[0][1] >= CLEAR else None
     ranked = sorted(event.deviations, key=lambda deviation: -weighted(deviation))
     damage = _damage(ranked)
     main = damage or ranked[0]
@@ -120,12 +125,15 @@ def alert_of_event(
     names = (place,) if place is not None and "{}" in advice.title else ()
     title = advice.title if names else advice.elsewhere
     rate = next((d for d in event.deviations if d.family == "rate"), None)
-    if cause in ("learning rate", "schedule") and share >= CLEAR and rate is not None:
+    if event.cause in ("learning rate", "schedule") and rate is not None:
         title = f"Learning rate {times(*_values(rate, event.last))}"
     if damage is not None:
         wording = wording_of(main.family)
         text = f": {wording.text.format(main.where)} {short(values[0])} → {short(values[1])}"
         title += text.replace("{", "{{").replace("}", "}}")
+    is_serious = not event.is_intended
+    if event.cause == UNCLEAR and damage is None and event.log_odds < CERTAIN:
+        is_serious = False
     causes = [] if event.is_intended else [_in_order(event.causes)]
     shown = _evidence(ranked, event.last, MAX_EVIDENCE - len(facts[:2]) - len(causes))
     suggestion = INTENDED if event.is_intended else advice.suggestion
@@ -142,15 +150,15 @@ def alert_of_event(
         headline=headline(title, *names, step=now.step),
         evidence=(*facts[:2], *shown, *causes),
         suggestion=suggestion.format(**texts),
-        level="info" if event.is_intended else "warning",
+        level="warning" if is_serious else "info",
         causes=tuple((name, round(share, 4)) for name, share in event.causes if share > 0.001),
-        places=tuple((name, round(share, 4)) for name, share in event.places if share > 0.001),
+        places=tuple((name, round(share, 4)) for name, share in places if share > 0.001),
     )
 
 
 def alert_of_drift(drift: Drift, causes: Sequence[tuple[str, float]], before: Snapshot | None, now: Snapshot) -> Alert:
     """`causes`: most probable first."""
-    advice = ADVICE.get(causes[0][0], UNCLEAR) if causes[0][1] >= CLEAR else UNCLEAR
+    advice = ADVICE[causes[0][0] if causes[0][1] >= CLEAR else UNCLEAR]
     wording = wording_of(drift.family)
     values = wording.value(drift.before), wording.value(drift.after)
     evidence = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from curvmon.alerts.context import Cause, Context, ContextTracker
@@ -26,6 +27,8 @@ SAME_EVENT = frozenset({"jump", "drift", "loss_explosion", "dead_network", "not_
 
 CAUSES = {"rate": "learning rate", "weights": "weights grown"}
 """of drifts, where the family says it"""
+EXPLAINED = frozenset({"loss_explosion", "dead_network"})
+"""rules that events trigger"""
 OF_MODULES = frozenset({FORWARD, DROPOUT, STATISTICS})
 """kinds of settings that belong to a module, where the event is"""
 
@@ -68,8 +71,10 @@ class AlertManager:
             return []
         self._last_step = snapshot.step
         causes = self._context.update(context or Context())
-        changes = self._changes(snapshot, past, context or Context(), causes) if self._rules.changes else []
+        context = context or Context()
+        changes = self._changes(snapshot, past, context, causes) if self._rules.changes and _is_finite(snapshot) else []
         rules = self._checker.update(snapshot, past, causes)
+        rules = [self._explained(alert, changes) for alert in rules]
         kinds = {alert.kind for alert in rules}
         if "dead_network" in kinds:  # which says why everything changed
             changes, rules = [], _with_the_loss_first(rules)
@@ -100,6 +105,14 @@ class AlertManager:
         facts = [f"{name}: {before or 'none'} → {after or 'none'}" for name, (before, after) in changed.items()]
         facts += [cause.text for cause in rebuilt]
         return [alert_of_event(event, facts, past[-event.age] if len(past) >= event.age else None, snapshot)]
+
+    def _explained(self, alert: Alert, changes: Sequence[Alert]) -> Alert:
+        """With the causes of what happened at the same time."""
+        if alert.kind not in EXPLAINED:
+            return alert
+        if changes:
+            return replace(alert, causes=changes[0].causes, places=changes[0].places)
+        return replace(alert, causes=self._events.recent_causes(1))
 
     def _drift(self, drift: Drift, past: Sequence[Snapshot], snapshot: Snapshot) -> Alert:
         causes = ((CAUSES[drift.family], 1.0),) if drift.family in CAUSES else self._events.recent_causes()
@@ -166,6 +179,11 @@ class AlertManager:
         self._events, self._drifts, self._settings = events, drifts, settings
         self._checker, self._context = checker, context
         self._nodes, self._last_step, self.raised = nodes, last_step, raised
+
+
+def _is_finite(snapshot: Snapshot) -> bool:
+    """Where parameters are not finite, that is the event."""
+    return snapshot.vitals is None or not snapshot.vitals.not_finite
 
 
 def _with_the_loss_first(rules: list[Alert]) -> list[Alert]:

@@ -27,7 +27,7 @@ RECENT = 4
 """losses that an exploded one is compared with"""
 _PAIR_RULES = {"coupling_above", "rank_collapse", "gn_gap_above", "dead_network"}
 RATIOS_KEPT, FEWEST_RATIOS, FAR = 12, 4, 3.0
-"""far beyond the stability limit is also this many times farther than usual: with Adam, runs that train well may be far"""
+"""far beyond the stability limit is also this many times farther than usual: with Adam, good runs may be far"""
 NEAR_FIRST = 0.7
 """share of the first loss from which on a loss that has grown has exploded: far below, a single sample may do it"""
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from curvmon.alerts.evidence import EXACT, OF_TENSORS, FamilyScore
 
-QUIET = ""
+QUIET, UNCLEAR = "", "unclear"
+"""no event; a cause that is not in the table"""
 SCALE = 6.0
 """of scores of affected families, standard deviations"""
 LEAKAGE = 1e-3
