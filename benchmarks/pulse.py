@@ -303,10 +303,10 @@ def report(seeds: list[int], data: Path | None, cache: Path) -> str:
         "The loss of a batch before and after a step along the same direction, at half and at twice the critical "
         "learning rate. Quadratic: learning rate / step ratio, of this batch or smoothed; there is none where the "
         "curvature along the step is not positive. Measured: the learning rate at which the loss of this very batch is "
-        "again what it was, which is nearly exact by construction; there is none where the step goes uphill. "
-        f"`critical_lr` is what the monitor shows: it measures one in {CROSSING_EVERY} pulses, within a factor of "
-        f"{math.exp(CLOSE):.0f} or better, and has seen as many of the batches that are tried here; the last row is "
-        "without those.",
+        "again what it was, which is nearly exact by construction; there is none where the step goes uphill or the "
+        "search finds no rise. `critical_lr` is what the monitor shows: it measures one pulse in "
+        f"{CROSSING_EVERY}, until two estimates are within a factor of {math.exp(CLOSE):.0f}, and so has seen one in "
+        f"{CROSSING_EVERY} of the batches that are tried here; the last row is without those.",
         critical_table(seeds, data, cache),
         "### Cost",
         f"The monitor takes the whole batch up to {WHOLE} samples, else {SLICE}, and halves them down to {LEAST} where "
