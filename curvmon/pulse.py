@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.numerics import NOT_FINITE, precise
+from curvmon.operators.derivative import Derivative, Way, with_fallback
+from curvmon.operators.gradient_differences import KINDS
 from curvmon.operators.loss_differences import move_copies
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
@@ -49,7 +51,9 @@ class Pulse:
         return math.copysign(math.inf, self.curvature) if self.curvature else math.nan
 
 
-def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor]) -> Pulse:
+def pulse(
+    model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor], derivative: Derivative = "auto"
+) -> Pulse:
     """One Hessian-vector product along an optimizer step.
 
     Modules stay in the mode that they are in: in training mode, batch norm uses the statistics of the batch, and
@@ -61,12 +65,14 @@ def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor]) -
         batch: whatever `loss` takes; the batch that the step was made for.
         loss: `loss(model, batch)` returns a scalar tensor.
         step: θ_before - θ_after for every trainable parameter, in the order of `model.parameters()`.
+        derivative: "double": differentiate the gradient. "differences": a central difference of gradients, exact to a
+            few thousandths. "auto": the first where it works, else the second.
 
     Raises:
         InputError: the step does not fit the trainable parameters, or is not finite.
         LossError: the loss does not depend on the parameters.
         DivergedError: the loss is not finite.
-        DoubleBackwardError: an operation of the loss cannot be differentiated twice.
+        DoubleBackwardError: an operation of the loss cannot be differentiated twice, nor do differences replace that.
         NonFiniteError: an HVP is not finite although the loss is.
 
     Example:
@@ -79,14 +85,18 @@ def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor]) -
         >>> bool(abs(ratio[1] / ratio[0] - 2) < 1e-5)
         True
     """
-    with open_parameters(model, [batch], loss=loss, own_modes=True) as operator:
-        u = _flat(step, operator)
-        image = operator.hessian(u)
-        numbers = [(precise(u) * precise(v)).sum() for v in (operator.gradient, image)]
-        gain, curvature = torch.stack(numbers).tolist()
-        if not math.isfinite(gain) or not math.isfinite(curvature):
-            raise NonFiniteError(NOT_FINITE)
-        return Pulse(gain, curvature, operator.loss)
+
+    def run(way: Way, why: list[str]) -> Pulse:
+        with open_parameters(model, [batch], loss=loss, kind=KINDS[way], own_modes=True) as operator:
+            u = _flat(step, operator)
+            image = operator.hessian(u)
+            numbers = [(precise(u) * precise(v)).sum() for v in (operator.gradient, image)]
+            gain, curvature = torch.stack(numbers).tolist()
+            if not math.isfinite(gain) or not math.isfinite(curvature):
+                raise NonFiniteError(NOT_FINITE)
+            return Pulse(gain, curvature, operator.loss)
+
+    return with_fallback(run, derivative)
 
 
 def pulse_at(before: Sequence[Tensor], model: nn.Module, batch: Any, *, loss: Loss) -> Pulse:
