@@ -72,6 +72,7 @@ def pulse(
         InputError: the step does not fit the trainable parameters, or is not finite.
         LossError: the loss does not depend on the parameters.
         DivergedError: the loss is not finite.
+        DifferencesError: with "differences", they are not exact enough.
         DoubleBackwardError: an operation of the loss cannot be differentiated twice, nor do differences replace that.
         NonFiniteError: an HVP is not finite although the loss is.
 

@@ -33,8 +33,8 @@ def _functions(names: str, *spaces: Any) -> frozenset[Any]:
 
 
 _LOSSES = _functions(_LOSS_NAMES, F, torch, NATIVE_FUNCTIONS.get())
-# losses of probabilities: the logits are before an activation (a "link")
-_BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy", F, torch, NATIVE_FUNCTIONS.get())
+# losses of probabilities: the logits are before an activation (a "link"). The gradient of ctc_loss holds there alone
+_BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy ctc_loss", F, torch, NATIVE_FUNCTIONS.get())
 _LINKS = _functions("log_softmax softmax sigmoid logsigmoid expit", F, torch, Tensor, torch.special)
 # what may be between a link and the loss without being a layer
 _CARRIERS = _functions(

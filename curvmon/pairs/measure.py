@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvmon.errors import DifferencesError
 from curvmon.graph.arguments import check_budget
 from curvmon.graph.autograd import operations
 from curvmon.operators.batching import Batched
-from curvmon.operators.derivative import Derivative, Way, with_fallback
+from curvmon.operators.derivative import Derivative, Way, note_that_starts_with, with_fallback
 from curvmon.operators.finite_difference_check import WRONG, check_in_double_precision
 from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
@@ -76,6 +74,7 @@ def measure(
         LossError: the loss does not depend on the nodes, or is not a scalar tensor.
         DivergedError: the loss is not finite.
         NonFiniteError: an HVP is not finite although the loss is.
+        DifferencesError: with "differences", the two step sizes disagree.
         DoubleBackwardError: an operation between the nodes and the loss cannot be differentiated twice, nor do
             differences replace that: the two step sizes disagree, which kinks make them do.
 
@@ -172,11 +171,7 @@ def run_measurement(
             operations={name: dict(count) for name, count in zip((*names, AFTER_LAST_NODE), counted)},
         )
 
-    measurement = with_fallback(run, derivative)
-    wrong = next((note for note in measurement.notes if note.startswith(WRONG)), None)
-    if wrong is not None and derivative == "auto":
-        with suppress(DifferencesError):  # a straight-through estimator has no Hessian at all
-            return run("differences", [f"differences of gradients: without them, {wrong.removeprefix('suspect: ')}"])
+    measurement: Measurement = with_fallback(run, derivative, note_that_starts_with(WRONG))
     return measurement
 
 

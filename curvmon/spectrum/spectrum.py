@@ -16,9 +16,9 @@ from curvmon.graph.arguments import check_budget, check_integer
 from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.numerics import norm
 from curvmon.operators.batching import Batched, check_batched
-from curvmon.operators.derivative import Derivative, Way, with_fallback
+from curvmon.operators.derivative import Derivative, Way, note_that_starts_with, with_fallback
 from curvmon.operators.gradient_differences import KINDS, DifferenceOperator
-from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
+from curvmon.operators.parameter_hessian import NOT_SYMMETRIC, ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
 from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
@@ -103,6 +103,7 @@ def spectrum(
         InputError: if an argument makes no sense.
         LossError: if the loss does not depend on the parameters, or is not deterministic.
         DivergedError: if the loss is not finite.
+        DifferencesError: with "differences", if they are not exact enough.
         DoubleBackwardError: if an operation of the loss cannot be differentiated twice, nor do differences replace
             that: they are not exact enough, or gradients jump at kinks.
         NonFiniteError: if an HVP is not finite although the loss is.
@@ -123,6 +124,7 @@ def spectrum(
             raise InputError(f"{name} must be at least 1, not {value}")
 
     def run(way: Way, why: list[str]) -> Spectrum:
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad] if why else []
         result = run_spectrum(
             model,
             [batch, *more_batches],
@@ -140,14 +142,15 @@ def spectrum(
             verify=verify,
             smallest=smallest,
             effort=FULL,
-            findings=Findings(),
+            findings=Findings(trained, verdict="" if why else None),  # nothing to compare differences with
             batched=batched,
             kind=KINDS[way],
             on_product=on_product,
         )
         return replace(result, notes=(*why, *result.notes))
 
-    return with_fallback(run, derivative)
+    result: Spectrum = with_fallback(run, derivative, note_that_starts_with(NOT_SYMMETRIC))
+    return result
 
 
 def run_spectrum(
