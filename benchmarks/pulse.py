@@ -22,8 +22,8 @@ from lightning_fabric.utilities.spike import SpikeDetection
 from torch import nn
 
 import curvmon
-from benchmarks.alerts import table
 from benchmarks.header import measured_on
+from benchmarks.markdown import table
 from benchmarks.networks import Decoder, classification_loss, next_token_loss
 from benchmarks.pulse_budget import budget_section
 from benchmarks.pulse_networks import OPTIMIZERS, REPORTED
