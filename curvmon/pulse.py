@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.numerics import NOT_FINITE, precise
+from curvmon.operators.derivative import Derivative, Way, with_fallback
+from curvmon.operators.gradient_differences import KINDS
 from curvmon.operators.loss_differences import ChangingLossError, LossAlongStep, move_copies, open_loss_along_step
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
@@ -54,7 +56,15 @@ class Pulse:
         return math.copysign(math.inf, self.curvature) if self.curvature else math.nan
 
 
-def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor], critical: bool = False) -> Pulse:
+def pulse(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    step: Sequence[Tensor],
+    critical: bool = False,
+    derivative: Derivative = "auto",
+) -> Pulse:
     """One Hessian-vector product along an optimizer step.
 
     Modules stay in the mode that they are in: in training mode, batch norm uses the statistics of the batch, and
@@ -67,12 +77,15 @@ def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor], c
         loss: `loss(model, batch)` returns a scalar tensor.
         step: θ_before - θ_after for every trainable parameter, in the order of `model.parameters()`.
         critical: also measure `Pulse.critical`, within about 5 %: five forward passes or so.
+        derivative: "double": differentiate the gradient. "differences": a central difference of gradients, exact to a
+            few thousandths. "auto": the first where it works, else the second.
 
     Raises:
         InputError: the step does not fit the trainable parameters, or is not finite.
         LossError: the loss does not depend on the parameters.
         DivergedError: the loss is not finite.
-        DoubleBackwardError: an operation of the loss cannot be differentiated twice.
+        DifferencesError: with "differences", they are not exact enough.
+        DoubleBackwardError: an operation of the loss cannot be differentiated twice, nor do differences replace that.
         NonFiniteError: an HVP is not finite although the loss is.
 
     Example:
@@ -85,14 +98,18 @@ def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor], c
         >>> bool(abs(ratio[1] / ratio[0] - 2) < 1e-5)
         True
     """
-    with open_parameters(model, [batch], loss=loss, own_modes=True) as operator:
-        u = _flat(step, operator)
-        image = operator.hessian(u)
-        numbers = [(precise(u) * precise(v)).sum() for v in (operator.gradient, image)]
-        gain, curvature = torch.stack(numbers).tolist()
-        if not math.isfinite(gain) or not math.isfinite(curvature):
-            raise NonFiniteError(NOT_FINITE)
-        taken = Pulse(gain, curvature, operator.loss)
+
+    def run(way: Way, why: list[str]) -> Pulse:
+        with open_parameters(model, [batch], loss=loss, kind=KINDS[way], own_modes=True) as operator:
+            u = _flat(step, operator)
+            image = operator.hessian(u)
+            numbers = [(precise(u) * precise(v)).sum() for v in (operator.gradient, image)]
+            gain, curvature = torch.stack(numbers).tolist()
+            if not math.isfinite(gain) or not math.isfinite(curvature):
+                raise NonFiniteError(NOT_FINITE)
+            return Pulse(gain, curvature, operator.loss)
+
+    taken = with_fallback(run, derivative)
     if not critical:
         return taken
     before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]

@@ -54,6 +54,7 @@ SECTIONS: dict[str, list[str]] = {
         "NodeError",
         "LossError",
         "DivergedError",
+        "DifferencesError",
         "NonFiniteError",
         "DoubleBackwardError",
     ],
