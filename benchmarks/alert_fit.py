@@ -18,7 +18,7 @@ from benchmarks.alert_families import TUNED
 from benchmarks.alert_recording import Recorded, load
 from curvmon.alerts.context_features import context_features
 from curvmon.alerts.event_detector import HAND
-from curvmon.alerts.evidence import EXACT, OF_TENSORS, FamilyScore, Forecasts, certain_signs, family_scores
+from curvmon.alerts.evidence import EXACT, SOFT, FamilyScore, Forecasts, LossStart, certain_signs, family_scores
 from curvmon.alerts.features import features_of
 from curvmon.alerts.setting_changes import SettingChanges, kind_of
 from curvmon.alerts.signatures import QUIET, UNCLEAR, Noise, Shares, Signatures
@@ -54,13 +54,14 @@ class Row(NamedTuple):
 
 def rows_of(run: Recorded) -> Iterator[Row]:
     """Of a quiet run all measurements, of another one the first after its event."""
-    forecasts, settings = Forecasts(), SettingChanges()
+    forecasts, settings, start = Forecasts(), SettingChanges(), LossStart()
     operations: object = None
     at = run.happened[0].at if run.happened else None
     for i, seen in enumerate(run.measured[: None if at is None else at + 1]):
         features = [*features_of(seen.snapshot), *context_features(seen.context)]
         deviations = forecasts.deviations(features, seen.snapshot.step)
         changed = settings.update(seen.context.settings)
+        is_high = start.update(features)
         signs = {kind_of(name, seen.context.settings) for name in changed}
         if seen.context.operations:
             signs |= {"operations"} if operations not in (None, seen.context.operations) else set()
@@ -70,7 +71,7 @@ def rows_of(run: Recorded) -> Iterator[Row]:
             return
         if i == at or (at is None and i >= FIRST):
             scores = family_scores(deviations)
-            yield Row(_cause(run) if i == at else QUIET, scores, certain_signs(scores, deviations) | signs)
+            yield Row(_cause(run) if i == at else QUIET, scores, certain_signs(scores, deviations) | is_high | signs)
 
 
 def _cause(run: Recorded) -> str:
@@ -126,11 +127,11 @@ def _shares(cause: str, events: Iterable[Row], noise: dict[str, Noise]) -> dict[
 
 
 def _signs(cause: str, events: Sequence[Row]) -> dict[str, float]:
-    """Those of single tensors are only likely; the others come with their cause or do not."""
+    """Soft ones are only likely; the others come with their cause or do not."""
     counts = Counter(sign for row in events for sign in row.signs)
     signs = {}
     for sign, count in sorted(counts.items()):
-        if sign.endswith(OF_TENSORS):
+        if sign.endswith(SOFT):
             signs[sign] = 0.2 if cause in HAND else (count + 0.3) / (len(events) + 0.6)
         elif cause not in HAND or count > 1:
             signs[sign] = (count + 0.02) / (len(events) + 0.04)

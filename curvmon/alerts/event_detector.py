@@ -11,15 +11,15 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from curvmon.alerts.evidence import FamilyScore, Forecasts, certain_signs, family_scores, weighted
+from curvmon.alerts.evidence import SOFT, FamilyScore, Forecasts, LossStart, certain_signs, family_scores, weighted
 from curvmon.alerts.features import Feature, FeatureDeviation
 from curvmon.alerts.place import places
 from curvmon.alerts.setting_changes import TRAINED
 from curvmon.alerts.signatures import QUIET, UNCLEAR, Signatures
 
-THRESHOLD = 0.0
+THRESHOLD = 3.0
 """log odds"""
-CLOSE = -3.0
+CLOSE = -1.0
 """from which on a measurement waits for the next one"""
 RESTARTED = 3.0
 """features that deviate by more than this start anew after an event"""
@@ -29,7 +29,6 @@ RECENT = 4
 """measurements that show together what a slow change is"""
 CLEAR, CLEAR_AGAIN = 0.5, 0.7
 """probability from which on a cause is named, and from which on it is another event soon after one"""
-LOSSES = ("validation loss", "training loss")
 HAND = frozenset({"schedule", "batch size", "weight decay setting", "trained parameters"})
 """causes that are what the user does on purpose"""
 
@@ -37,7 +36,7 @@ HAND = frozenset({"schedule", "batch size", "weight decay setting", "trained par
 HAND_SIGNS = frozenset(
     {"scheduled rate up", "rate down", "batches size up", "batches size down", "weight decay setting", TRAINED}
 )
-"""exact signs of them: reported whatever the odds"""
+"""exact signs of them"""
 
 
 class Event(NamedTuple):
@@ -85,8 +84,7 @@ class EventDetector:
         """measurements left, by family"""
         self._recent: list[dict[str, FamilyScore]] = []
         """scores of the last measurements, damped"""
-        self._first: dict[tuple[str, str], float] = {}
-        """losses at the start of the run"""
+        self._start = LossStart()
         self._last, self._since = QUIET, SETTLING
         """cause of the last event, and measurements since"""
 
@@ -100,21 +98,16 @@ class EventDetector:
     ) -> Event | None:
         """`signs`: exact ones; `rebuilt`: nodes whose operations changed; `named`: modules whose settings did."""
         self._since += 1
-        for feature in features:
-            if feature.family in LOSSES:
-                self._first.setdefault((feature.family, feature.where), feature.value)
+        is_high = self._start.update(features)
         deviations = self._forecasts.deviations(features, at)
         scores = self._damped(family_scores(deviations))
-        signs = signs | certain_signs(scores, deviations)
+        signs = signs | certain_signs(scores, deviations) | is_high
         self._recent = [*self._recent, scores][-RECENT:]
         odds = self._signatures.log_odds(scores, signs)
+        is_exact = any(not sign.endswith(SOFT) for sign in signs)
         threshold = THRESHOLD / self._sensitivity
         both = odds + self._waiting_odds if self._waiting is not None else odds
-        if (
-            odds >= threshold
-            or signs & HAND_SIGNS
-            or (self._waiting is not None and odds >= CLOSE and both >= THRESHOLD + CLOSE)
-        ):
+        if odds >= threshold or is_exact or (self._waiting is not None and odds >= CLOSE and both >= THRESHOLD + CLOSE):
             causes, where = self._causes(scores, signs), places(deviations, rebuilt, named)
             age = 1 if self._waiting is None else 2
             event = Event(
@@ -126,10 +119,10 @@ class EventDetector:
                 self._forecasts.last(),
                 age,
                 bool(signs & HAND_SIGNS),
-                self._suffers(features),
+                bool(is_high),
             )
             self._restart(features, deviations, scores, at)
-            if self._is_echo(event):
+            if not is_exact and self._is_echo(event):
                 return None
             self._last, self._since = event.cause, 0
             return event
@@ -142,6 +135,12 @@ class EventDetector:
             self._forecasts.append(features, at)
         self._settling = {family: left - 1 for family, left in self._settling.items() if left > 1}
         return None
+
+    def certain_causes(self, features: Sequence[Feature], signs: frozenset[str]) -> tuple[tuple[str, float], ...]:
+        """From exact signs alone, where a measurement has become impossible; none without an exact sign."""
+        deviations = self._forecasts.deviations(features)
+        signs = signs | {s for s in certain_signs(family_scores(deviations)) if not s.endswith(SOFT)}
+        return self._causes({}, signs) if signs else ()
 
     def recent_causes(self, count: int = RECENT) -> tuple[tuple[str, float], ...]:
         """Of a slow change: Σ s / sqrt(n), s: the scores of a family in the last n measurements."""
@@ -159,14 +158,10 @@ class EventDetector:
         causes = [(cause, share / total) for cause, share in posterior.items() if cause != QUIET]
         return tuple(sorted(causes, key=lambda each: -each[1]))
 
-    def _suffers(self, features: Sequence[Feature]) -> bool:
-        """Losses over many samples: that of the probe batch alone may be high by chance."""
-        return any(f.value >= self._first.get((f.family, f.where), math.inf) for f in features if f.family in LOSSES)
-
     def _is_echo(self, event: Event) -> bool:
         """What an event has started goes on: the training loss, for example, shows it one measurement later."""
         share = dict(event.causes).get(event.cause, 0.0)
-        if self._since > SETTLING or event.has_hand_sign:
+        if self._since > SETTLING:
             return False
         return event.cause in (self._last, UNCLEAR) or share < CLEAR_AGAIN
 
@@ -204,7 +199,7 @@ class EventDetector:
             "waiting_odds": self._waiting_odds,
             "settling": dict(self._settling),
             "recent": [{family: list(score) for family, score in scores.items()} for scores in self._recent],
-            "first": [[*key, value] for key, value in self._first.items()],
+            "start": self._start.state_dict(),
             "last": self._last,
             "since": self._since,
         }
@@ -215,5 +210,5 @@ class EventDetector:
         self._waiting = None if waiting is None else [Feature(*feature) for feature in waiting]
         self._waiting_odds, self._settling = state["waiting_odds"], dict(state["settling"])
         self._recent = [{family: FamilyScore(*s) for family, s in scores.items()} for scores in state["recent"]]
-        self._first = {(family, where): value for family, where, value in state["first"]}
+        self._start.load_state_dict(state["start"])
         self._last, self._since = state["last"], state["since"]

@@ -67,8 +67,8 @@ EXACT = frozenset(
 )
 """families that hardly have noise: beyond CERTAIN they are a sign, below they say nothing"""
 CERTAIN = 6.0
-OF_TENSORS = ("jumped", "apart")
-"""how signs of single tensors end"""
+SOFT = ("jumped", "apart", "start")
+"""how signs end that are not quite exact"""
 JUMPED, MANY = math.log(1.5), 0.5
 """a tensor has jumped if its norm changed by this factor; many have if this share of them did"""
 GROWTH = 0.15
@@ -167,6 +167,31 @@ class Forecasts:
             series = self._series[family, where] = _Series(family)
             series.forecast.load_state_dict(forecast)
             series.count, series.at, series.distances = count, at, list(distances)
+
+
+class LossStart:
+    """Losses at the start of a run, which a good run stays below.
+
+    Over many samples: that of the probe batch alone may be high by chance.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], float] = {}
+
+    def update(self, features: Sequence[Feature]) -> frozenset[str]:
+        """Signs `validation loss above start` and `training loss above start`."""
+        above = set()
+        for feature in features:
+            if feature.family in ("validation loss", "training loss"):
+                first = self._first.setdefault((feature.family, feature.where), feature.value)
+                above |= {f"{feature.family} above start"} if feature.value > first else set()
+        return frozenset(above)
+
+    def state_dict(self) -> list[Any]:
+        return [[*key, value] for key, value in self._first.items()]
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        self._first = {(family, where): value for family, where, value in state}
 
 
 def family_scores(deviations: Sequence[FeatureDeviation]) -> dict[str, FamilyScore]:

@@ -52,6 +52,7 @@ class AlertManager:
         self._settings = SettingChanges()
         self._checker = RuleChecker(self._rules)
         self._context = ContextTracker()
+        self._why_not_finite: tuple[tuple[str, float], ...] = ()
         self._nodes: tuple[str, ...] | None = None
         self._last_step = 0
         """of the last snapshot"""
@@ -72,7 +73,7 @@ class AlertManager:
         self._last_step = snapshot.step
         causes = self._context.update(context or Context())
         context = context or Context()
-        changes = self._changes(snapshot, past, context, causes) if self._rules.changes and _is_finite(snapshot) else []
+        changes = self._changes(snapshot, past, context, causes) if self._rules.changes else []
         rules = self._checker.update(snapshot, past, causes)
         rules = [self._explained(alert, changes) for alert in rules]
         kinds = {alert.kind for alert in rules}
@@ -91,9 +92,13 @@ class AlertManager:
         kinds = {name: kind_of(name, context.settings) for name in changed}
         rebuilt = [cause for cause in causes if cause.kind == "operations"]
         features = [*features_of(snapshot), *context_features(context)]
+        signs = frozenset(kinds.values()) | ({"operations"} if rebuilt else frozenset())
+        if snapshot.vitals is not None and snapshot.vitals.not_finite:  # which is the event
+            self._why_not_finite = self._events.certain_causes(features, signs)
+            return []
         event = self._events.update(
             features,
-            frozenset(kinds.values()) | ({"operations"} if rebuilt else frozenset()),
+            signs,
             rebuilt=[cause.name for cause in rebuilt],
             named=[name.rpartition(".")[0] for name, kind in kinds.items() if kind in OF_MODULES],
             at=snapshot.step,
@@ -121,7 +126,12 @@ class AlertManager:
 
     def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot] = ()) -> list[Alert]:
         """What a snapshot raises where something was not finite."""
-        return self.record(self._checker.diverged(reason, snapshot, past)) if self.enabled else []
+        if not self.enabled:
+            return []
+        alerts = self._checker.diverged(reason, snapshot, past)
+        if self._why_not_finite:
+            alerts = [replace(alert, causes=self._why_not_finite) for alert in alerts]
+        return self.record(alerts)
 
     def unstable(self, event: Instability, step: int, epoch: int) -> list[Alert]:
         """What a pulse raises. A warning only if the last snapshot, or a pulse since, did not report the same."""
@@ -179,11 +189,6 @@ class AlertManager:
         self._events, self._drifts, self._settings = events, drifts, settings
         self._checker, self._context = checker, context
         self._nodes, self._last_step, self.raised = nodes, last_step, raised
-
-
-def _is_finite(snapshot: Snapshot) -> bool:
-    """Where parameters are not finite, that is the event."""
-    return snapshot.vitals is None or not snapshot.vitals.not_finite
 
 
 def _with_the_loss_first(rules: list[Alert]) -> list[Alert]:

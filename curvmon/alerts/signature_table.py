@@ -16,7 +16,7 @@ SIGNATURES = Signatures(
         "profile": Noise(0.5, 6),
         "stable_rank": Noise(0.5, 3),
         "statistics": Noise(0.5, 6),
-        "training loss": Noise(0.5, 4),
+        "training loss": Noise(0.5, 6),
         "update level": Noise(0.5, 4),
         "update profile": Noise(1, 6),
         "validation error": Noise(0.5, 6),
@@ -471,6 +471,7 @@ SIGNATURES = Signatures(
         "batch size": {
             "batches size down": 0.5,
             "batches size up": 0.5,
+            "validation loss above start": 0.2,
         },
         "class missing": {
             "labels missing up": 0.997,
@@ -478,6 +479,8 @@ SIGNATURES = Signatures(
         "dead units": {
             "a bias jumped": 0.961,
             "a tensor moved apart": 0.697,
+            "training loss above start": 0.171,
+            "validation loss above start": 0.303,
         },
         "dropout": {
             "a tensor moved apart": 0.812,
@@ -492,6 +495,8 @@ SIGNATURES = Signatures(
             "a bias jumped": 0.411,
             "a tensor moved apart": 0.589,
             "a weight jumped": 0.232,
+            "training loss above start": 0.946,
+            "validation loss above start": 0.946,
         },
         "inputs": {
             "a tensor moved apart": 0.538,
@@ -500,9 +505,13 @@ SIGNATURES = Signatures(
             "inputs rms down": 0.116,
             "inputs rms up": 0.615,
             "labels missing up": 0.0392,
+            "training loss above start": 0.124,
+            "validation loss above start": 0.124,
         },
         "labels": {
             "a tensor moved apart": 0.197,
+            "training loss above start": 0.803,
+            "validation loss above start": 0.348,
         },
         "learning rate": {
             "a bias jumped": 0.243,
@@ -510,15 +519,20 @@ SIGNATURES = Signatures(
             "a weight jumped": 0.169,
             "many tensors jumped": 0.39,
             "rate up": 0.998,
+            "training loss above start": 0.243,
+            "validation loss above start": 0.243,
         },
         "optimizer state": {
             "a tensor moved apart": 0.171,
             "many tensors jumped": 0.171,
+            "training loss above start": 0.171,
+            "validation loss above start": 0.171,
         },
         "repeated data": {
             "batches different down": 0.997,
             "inputs mean up": 0.145,
             "labels missing up": 0.287,
+            "validation loss above start": 0.171,
         },
         "schedule": {
             "a tensor moved apart": 0.2,
@@ -527,6 +541,7 @@ SIGNATURES = Signatures(
         },
         "statistics": {
             "a tensor moved apart": 0.812,
+            "validation loss above start": 0.812,
             "zeros up": 0.981,
         },
         "trained parameters": {
@@ -546,12 +561,15 @@ SIGNATURES = Signatures(
         "weights grown": {
             "a tensor moved apart": 0.911,
             "a weight jumped": 0.979,
+            "validation loss above start": 0.842,
         },
         "weights replaced": {
             "a tensor moved apart": 0.961,
+            "validation loss above start": 0.566,
         },
         "weights zeroed": {
             "a tensor moved apart": 0.961,
+            "validation loss above start": 0.171,
             "zeros up": 0.997,
         },
     },

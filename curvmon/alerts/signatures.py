@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from curvmon.alerts.evidence import EXACT, OF_TENSORS, FamilyScore
+from curvmon.alerts.evidence import EXACT, SOFT, FamilyScore
 
 QUIET, UNCLEAR = "", "unclear"
 """no event; a cause that is not in the table"""
@@ -45,8 +45,8 @@ class Shares(NamedTuple):
 
 RARE = Shares(0.03, 0.03)
 """of families that a cause has never affected"""
-RARE_SIGN, RARE_JUMP = 1e-3, 0.05
-"""probability of an exact sign that a cause has never had; of one about single tensors"""
+RARE_SIGN, RARE_SOFT = 1e-4, 0.05
+"""probability of an exact sign that a cause has never had; of one that is not quite exact"""
 
 
 def affected_log_density(score: float) -> float:
@@ -90,7 +90,7 @@ class Signatures:
         total *= self.temper
         known = {sign for table in self.exact.values() for sign in table}
         for sign in known:
-            rare = RARE_JUMP if sign.endswith(OF_TENSORS) and cause != QUIET else RARE_SIGN
+            rare = RARE_SOFT if sign.endswith(SOFT) and cause != QUIET else RARE_SIGN
             share = self.exact.get(cause, {}).get(sign, rare)
             total += math.log(share if sign in signs else 1 - share)
         return total
