@@ -94,7 +94,10 @@ def fit(rows: Sequence[Row]) -> Signatures:
             UNCLEAR: UNCLEAR_EXPECTED,
             QUIET: 1 - EVENTS_EXPECTED - UNCLEAR_EXPECTED,
         },
-        {cause: _signs(cause, of_cause) for cause, of_cause in sorted(events.items())},
+        {
+            **{cause: _signs(cause, of_cause) for cause, of_cause in sorted(events.items())},
+            QUIET: _soft_signs([row for row in rows if row.cause == QUIET]),
+        },
         TEMPER,
     )
 
@@ -136,6 +139,11 @@ def _signs(cause: str, events: Sequence[Row]) -> dict[str, float]:
         elif cause not in HAND or count > 1:
             signs[sign] = (count + 0.02) / (len(events) + 0.04)
     return signs
+
+
+def _soft_signs(quiet: Sequence[Row]) -> dict[str, float]:
+    counts = Counter(sign for row in quiet for sign in row.signs if sign.endswith(SOFT))
+    return {sign: (count + 0.3) / (len(quiet) + 0.6) for sign, count in sorted(counts.items())}
 
 
 def source(signatures: Signatures) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from curvmon.alerts.drift import Drift
 from curvmon.alerts.event_detector import CLEAR, Event
-from curvmon.alerts.evidence import weighted
+from curvmon.alerts.evidence import AFFECTED, weighted
 from curvmon.alerts.family_wording import WORDINGS, in_words, wording_of
 from curvmon.alerts.features import FeatureDeviation
 from curvmon.alerts.observations import MAX_EVIDENCE, checkpoint, since
@@ -18,7 +18,7 @@ from curvmon.records import Alert, Snapshot
 from curvmon.records.formatting import short
 
 VISIBLE = math.log(1.2)
-MAX_CAUSES = 2
+MAX_CAUSES, MAX_PAIRS = 2, 6
 
 
 class Advice(NamedTuple):
@@ -93,11 +93,12 @@ ADVICE = {
     "weight decay setting": Advice("Weight decay changed", "Weight decay changed", ""),
     "trained parameters": Advice("Other parameters are trained", "Other parameters are trained", ""),
     UNCLEAR: Advice(
-        "Change of unclear cause", "Change of unclear cause", "Check the data and the learning rate {since}.",
+        "", "", "The cause is unclear: check what changed {since}, first the data and the learning rate.",
     ),
 }  # fmt: skip
-CERTAIN = 10.0
-"""log odds from which on a change of unclear cause is an alert although no loss rose"""
+CERTAIN, SEVERE = 10.0, 15.0
+"""log odds, or standard deviations of a family, from which on a change of unclear cause is an alert although no loss
+rose"""
 INTENDED = "Nothing to do if this was intended; later measurements are compared with the new level."
 
 
@@ -127,12 +128,13 @@ def alert_of_event(
     rate = next((d for d in event.deviations if d.family == "rate"), None)
     if event.cause in ("learning rate", "schedule") and rate is not None:
         title = f"Learning rate {times(*_values(rate, event.last))}"
-    if damage is not None:
-        wording = wording_of(main.family)
-        text = f": {wording.text.format(main.where)} {short(values[0])} → {short(values[1])}"
-        title += text.replace("{", "{{").replace("}", "}}")
+    if damage is not None or event.cause == UNCLEAR:
+        text = f"{wording_of(main.family).text.format(main.where).strip()} {short(values[0])} → {short(values[1])}"
+        text = text.replace("{", "{{").replace("}", "}}")
+        title = text[:1].upper() + text[1:] if event.cause == UNCLEAR else f"{title}: {text}"
     is_serious = not event.is_intended
-    if event.cause == UNCLEAR and damage is None and event.log_odds < CERTAIN:
+    score = max(abs(score.score) for score in event.scores.values())
+    if event.cause == UNCLEAR and damage is None and event.log_odds < CERTAIN and score < SEVERE:
         is_serious = False
     causes = [] if event.is_intended else [_in_order(event.causes)]
     shown = _evidence(ranked, event.last, MAX_EVIDENCE - len(facts[:2]) - len(causes))
@@ -144,13 +146,14 @@ def alert_of_event(
         where=place or main.where,
         before=values[0],
         after=values[1],
-        score=max(abs(score.score) for score in event.scores.values()),
+        score=score,
         step=now.step,
         epoch=now.epoch,
         headline=headline(title, *names, step=now.step),
         evidence=(*facts[:2], *shown, *causes),
         suggestion=suggestion.format(**texts),
         level="warning" if is_serious else "info",
+        others=_pairs(ranked),
         causes=tuple((name, round(share, 4)) for name, share in event.causes if share > 0.001),
         places=tuple((name, round(share, 4)) for name, share in places if share > 0.001),
     )
@@ -195,6 +198,12 @@ def _outlook(drift: Drift, now: Snapshot) -> list[str]:
         return []
     left = math.ceil(-math.log(ratio) / drift.per_interval)
     return [f"at this rate the stability limit is reached in about {left} validations, at the present sharpness"]
+
+
+def _pairs(ranked: Sequence[FeatureDeviation]) -> tuple[str, ...]:
+    """Pairs of layers that the event affected, most affected first."""
+    pairs = [d.where for d in ranked if "--" in d.where and weighted(d) > AFFECTED]
+    return tuple(dict.fromkeys(pairs))[:MAX_PAIRS]
 
 
 def _damage(ranked: Sequence[FeatureDeviation]) -> FeatureDeviation | None:

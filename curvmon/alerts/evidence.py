@@ -71,6 +71,8 @@ SOFT = ("jumped", "apart", "start")
 """how signs end that are not quite exact"""
 JUMPED, MANY = math.log(1.5), 0.5
 """a tensor has jumped if its norm changed by this factor; many have if this share of them did"""
+FIRST_LOSSES = 3
+"""of a run, whose largest is its start"""
 GROWTH = 0.15
 """the largest of m deviations with heavy tails grows about like m to this power"""
 MOST = 60.0
@@ -176,22 +178,25 @@ class LossStart:
     """
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, str], float] = {}
+        self._first: dict[tuple[str, str], list[float]] = {}
 
     def update(self, features: Sequence[Feature]) -> frozenset[str]:
         """Signs `validation loss above start` and `training loss above start`."""
         above = set()
         for feature in features:
             if feature.family in ("validation loss", "training loss"):
-                first = self._first.setdefault((feature.family, feature.where), feature.value)
-                above |= {f"{feature.family} above start"} if feature.value > first else set()
+                first = self._first.setdefault((feature.family, feature.where), [])
+                if len(first) < FIRST_LOSSES:
+                    first.append(feature.value)
+                elif feature.value > max(first):
+                    above.add(f"{feature.family} above start")
         return frozenset(above)
 
     def state_dict(self) -> list[Any]:
-        return [[*key, value] for key, value in self._first.items()]
+        return [[*key, list(values)] for key, values in self._first.items()]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        self._first = {(family, where): value for family, where, value in state}
+        self._first = {(family, where): list(values) for family, where, values in state}
 
 
 def family_scores(deviations: Sequence[FeatureDeviation]) -> dict[str, FamilyScore]:
