@@ -26,6 +26,7 @@ from curvmon.records import (
     Measurement,
     Pair,
     PulseRecord,
+    RunHistory,
     Spectrum,
 )
 from curvmon.spectrum.spectrum import spectrum
@@ -55,6 +56,7 @@ __all__ = [
     "Pair",
     "Pulse",
     "PulseRecord",
+    "RunHistory",
     "Sensitivity",
     "Spectrum",
     "StabilityLimit",

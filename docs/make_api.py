@@ -45,6 +45,7 @@ SECTIONS: dict[str, list[str]] = {
         "StabilityLimit",
         "Pulse",
         "PulseRecord",
+        "RunHistory",
         "AttentionSigns",
         "Alert",
     ],
