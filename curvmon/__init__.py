@@ -14,6 +14,7 @@ from curvmon.errors import (
     NodeError,
     NonFiniteError,
 )
+from curvmon.monitor.saved_history import load_history
 from curvmon.pairs.exact import exact
 from curvmon.pairs.measure import measure
 from curvmon.pulse import Pulse, pulse
@@ -63,6 +64,7 @@ __all__ = [
     "__version__",
     "closed_form",
     "exact",
+    "load_history",
     "measure",
     "operators",
     "pulse",

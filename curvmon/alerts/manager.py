@@ -17,6 +17,10 @@ from curvmon.alerts.rule_checker import RuleChecker
 from curvmon.alerts.rule_messages import alert_of_explosion
 from curvmon.alerts.rules import AlertRules
 from curvmon.records import Alert, Snapshot
+from curvmon.records.thinning import thinned
+
+MOST_BYTES = 200_000
+"""of alerts and notices in a checkpoint"""
 
 SAME_EVENT = frozenset({"jump", "drift", "loss_explosion", "dead_network", "not_finite", "approaching_instability"})
 """kinds of alerts that a step ratio out of bounds may be another sign of"""
@@ -126,7 +130,7 @@ class AlertManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers only."""
-        state: dict[str, Any] = {"raised": [alert.to_dict() for alert in self.raised]}
+        state: dict[str, Any] = {"raised": thinned([alert.to_dict() for alert in self.raised], MOST_BYTES)}
         if not self.enabled:
             return state
         return {

@@ -6,7 +6,10 @@ optional package is imported before there is a logger that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from curvmon.errors import warn
@@ -28,6 +31,34 @@ def kind_of(logger: Any) -> str:
 def takes_pictures(logger: Any) -> bool:
     """The supported ones, and any with a `log_image` like W&B's. Lightning's DummyLogger has every attribute."""
     return kind_of(logger) != "other" or hasattr(type(logger), "log_image")
+
+
+def run_folder(loggers: Iterable[Any]) -> Path | None:
+    """Where the files of a run are, on this machine: that of the first logger that has a folder for it.
+
+    A logger without `log_dir` (W&B, MLflow) has one as Lightning makes it for checkpoints. None in a bucket, where files
+    cannot be appended to.
+    """
+    loggers = list(loggers)
+    for find in (_log_dir, _save_dir):
+        for logger in loggers:
+            with suppress(Exception):  # a user's own logger
+                place = find(logger)
+                if place and "://" not in place:
+                    return Path(place)
+    return None
+
+
+def _log_dir(logger: Any) -> str | None:
+    folder = getattr(logger, "log_dir", None)
+    return folder if isinstance(folder, str) else None  # Lightning's DummyLogger has a function by every name
+
+
+def _save_dir(logger: Any) -> str | None:
+    folder, version = getattr(logger, "save_dir", None), getattr(logger, "version", None)
+    if not isinstance(folder, (str, os.PathLike)) or version is None:
+        return None
+    return os.path.join(folder, str(logger.name), version if isinstance(version, str) else f"version_{version}")
 
 
 def _name(trainer: Any, place: int) -> str:
