@@ -42,7 +42,7 @@ class HistoryFile:
 
     def __init__(self, prefix: str = "") -> None:
         self._name = file_name(prefix)
-        self._run = uuid.uuid4().hex
+        self._run = ""
         self._earlier = RunHistory()
         self._resumed_at: int | None = None
         self._begun: Path | None = None
@@ -68,6 +68,7 @@ class HistoryFile:
 
     def _first_lines(self, path: Path) -> list[bytes]:
         """What the file has to begin, or to go on, with."""
+        self._run = self._run or uuid.uuid4().hex
         header = {
             "record": "run",
             "version": FORMAT,

@@ -6,6 +6,7 @@ record itself. They are made when a picture or a table is asked for, so that rec
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -21,6 +22,16 @@ def to_pandas(record: Any) -> Any:
     from curvmon.reporting import tables
 
     return tables.to_pandas(record)
+
+
+def report(history: Any, path: str | os.PathLike[str] | None) -> str:
+    """A page; written to the path, if there is one."""
+    from curvmon.reporting import report_page
+
+    page = report_page.report_page([history])
+    if path is not None:
+        report_page.write(page, path)
+    return page
 
 
 def to_html(record: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,10 @@ class RunHistory:
     def to_pandas(self) -> Any:
         """A DataFrame, one row per step: epoch, alert, and the numbers under their logger keys. Needs pandas."""
         return presentation.to_pandas(self)
+
+    def report(self, path: str | os.PathLike[str] | None = None) -> str:
+        """One HTML page that loads nothing: verdict, curves, heatmaps, spectrum, cost. Written to `path` if given."""
+        return presentation.report(self, path)
 
     def _repr_html_(self) -> str:
         return presentation.to_html(self)

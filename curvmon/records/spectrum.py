@@ -151,9 +151,9 @@ class Spectrum:
         return self.eigenvectors.sum(1) + self.smallest_eigenvector
 
     def without_vectors(self) -> Spectrum:
-        """A copy without the eigenvectors, which take k times the memory of the parameters, and without their names."""
+        """A copy without the eigenvectors, which take k times the memory of the parameters."""
         none = self.eigenvectors.new_zeros((0,), device="cpu")
-        return replace(self, eigenvectors=none.reshape(0, 0), smallest_eigenvector=none, parameters=())
+        return replace(self, eigenvectors=none.reshape(0, 0), smallest_eigenvector=none)
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Spectrum:

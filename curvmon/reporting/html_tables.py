@@ -12,7 +12,7 @@ from curvmon.metrics.registry import pair_metrics
 from curvmon.records import Measurement, RunHistory, Spectrum
 from curvmon.records.formatting import short, with_error
 from curvmon.reporting.charts import headline_labels
-from curvmon.reporting.tables import rows
+from curvmon.reporting.tables import headline_rows, rows
 
 MOST_STEPS = 12
 """rows in the table of a run, the latest"""
@@ -49,7 +49,7 @@ def _(record: Spectrum) -> str:
 
 @to_html.register
 def _(record: RunHistory) -> str:
-    steps = rows(record)
+    steps = headline_rows(record)
     shown = [(key, label) for key, label in headline_labels().items() if any(key in row for row in steps)]
     table = [
         [str(row["step"]), *(short(row[key]) if key in row else "" for key, _ in shown)]

@@ -21,7 +21,7 @@ from curvmon.reporting.canvas import (
 )
 from curvmon.reporting.charts import headline_labels
 from curvmon.reporting.figures import PALETTE
-from curvmon.reporting.tables import Row, rows
+from curvmon.reporting.tables import Row, headline_rows, rows
 
 
 def plot(record: Any, **options: Any) -> tuple[Any, Any]:
@@ -107,7 +107,7 @@ def _symbol(name: str) -> str:
 @_draw.register
 def _(record: RunHistory, keys: Sequence[str] | None = None) -> tuple[Any, Any]:
     """A panel for each number, with the steps of the alerts."""
-    table = rows(record)
+    table = headline_rows(record) if keys is None else rows(record)
     labels = headline_labels()
     measured = list(dict.fromkeys(key for row in table for key in row if "/" in key))
     keys = [key for key in labels if key in measured] if keys is None else list(keys)

@@ -62,6 +62,15 @@ def _(record: Spectrum) -> list[Row]:
 
 @rows.register
 def _(record: RunHistory) -> list[Row]:
+    return _by_step(record, distances=True)
+
+
+def headline_rows(record: RunHistory) -> list[Row]:
+    """One row per step as in `rows`, without what the headline does not need."""
+    return _by_step(record, distances=False)
+
+
+def _by_step(record: RunHistory, distances: bool) -> list[Row]:
     """What is measured twice at a step, by a pulse and a validation, is in one row."""
     by_step: dict[int, Row] = {step: {"step": step, "epoch": 0, "alert": ""} for step in record.steps}
     for alert in record.raised:
@@ -72,5 +81,5 @@ def _(record: RunHistory) -> list[Row]:
     for pulse in record.pulses:
         by_step[pulse.step].update(epoch=pulse.epoch, **pulse_scalars(pulse).for_callbacks())
     for snapshot in record.snapshots:
-        by_step[snapshot.step].update(epoch=snapshot.epoch, **scalars(snapshot).for_callbacks())
+        by_step[snapshot.step].update(epoch=snapshot.epoch, **scalars(snapshot, distances=distances).for_callbacks())
     return list(by_step.values())

@@ -37,7 +37,7 @@ def starting_vectors(
         return search.perturbed(_with_gradient(vectors[:, 0], operator)) if vectors.shape[1] == 1 else vectors.T
     if not isinstance(start, Spectrum):
         raise InputError(f"start= takes an earlier Spectrum or a tensor, not {type(start).__name__}")
-    if not start.eigenvectors.numel():
+    if start.parameters == operator.names and not start.eigenvectors.numel():
         raise InputError("start= has no eigenvectors (dropped by without_vectors or to_dict); omit it")
     if start.parameters != operator.names or len(start.eigenvectors) != operator.size:
         raise InputError("start= is the spectrum of another model, or of other parameters; omit it")

@@ -17,7 +17,7 @@ from curvmon.errors import InputError
 from curvmon.monitor import history_file
 from curvmon.monitor.history_file import FORMAT, HistoryFile, file_name, read
 from curvmon.records import PulseRecord, RunHistory, Snapshot, VitalSigns
-from tests.helpers.synthetic_runs import synthetic_alert, synthetic_run
+from tests.helpers.synthetic_runs import synthetic_run
 
 
 def signs(step: int, text: str = "") -> Snapshot:

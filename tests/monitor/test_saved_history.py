@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no .*absent\.ckpt"):
         curvmon.load_history(tmp_path / "absent.ckpt")
     torch.save({"callbacks": {}}, tmp_path / "a.ckpt")
-    with pytest.raises(InputError, match="has no state of a CurvatureMonitor$"):
+    with pytest.raises(InputError, match=r"has no state of a CurvatureMonitor$"):
         curvmon.load_history(tmp_path / "a.ckpt")
     torch.save([1], tmp_path / "b.ckpt")
     with pytest.raises(InputError, match="is no checkpoint: it has a list"):
@@ -98,7 +99,7 @@ def test_thinning_keeps_the_latest_and_some_of_all_before() -> None:
     recent = next(i for i in range(1, 5000) if 4999 - i not in kept)
     older = kept[:-recent]
     assert recent > 100 and len(older) > 100
-    assert len({b - a for a, b in zip(older, older[1:])}) == 1  # evenly
+    assert len({b - a for a, b in pairwise(older)}) == 1  # evenly
     assert bytes_of(thinned(entries, 40_000)) < 40_000 + 2000
     assert thinned(entries[:10], 40_000) is not entries and thinned(entries[:10], 40_000) == entries[:10]
     assert thinned(entries[:3], 10) == entries[2:3]

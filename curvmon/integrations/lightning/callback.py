@@ -200,6 +200,10 @@ class CurvatureMonitor(CallbackBase):
         """A DataFrame of the run so far, one row per step, columns named like logger keys. Needs pandas."""
         return self._recorder.records.to_pandas()
 
+    def report(self, path: Optional[str] = None) -> str:  # noqa: UP045
+        """One HTML page of the run so far, which loads nothing; written to `path` if given."""
+        return self._recorder.records.report(path)
+
     # ---- hooks: before training ----
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

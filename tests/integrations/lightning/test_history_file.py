@@ -1,4 +1,4 @@
-"""`history.jsonl` in the folder of a Trainer's logger: what the monitor knows, also after a resume, and what is bounded."""
+"""`history.jsonl` in the folder of a Trainer's logger: what the monitor knows, also after a resume; its bounds."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+"""`python -m curvmon report PATH …` writes an HTML page; `python -m curvmon demo` trains a small network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from curvmon.errors import InputError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m curvmon", description="Curvature between the layers of a network")
+    commands = parser.add_subparsers(dest="command", required=True)
+    report = commands.add_parser("report", help="one HTML page for a run, or for several side by side")
+    report.add_argument("paths", nargs="+", metavar="PATH", help="history.jsonl, the folder it is in, or a checkpoint")
+    report.add_argument("--out", type=Path, default=Path("curvmon-report.html"), metavar="FILE.html")
+    report.add_argument("--log-key-prefix", default="", help="of the monitor, where a run has several")
+    options = parser.parse_args(argv)
+    try:
+        return _report(options.paths, options.out, options.log_key_prefix)
+    except InputError as error:
+        print(f"curvmon: {error}", file=sys.stderr)
+        return 2
+
+
+def _report(paths: Sequence[str], out: Path, prefix: str) -> int:
+    from curvmon.monitor.saved_history import load_history
+    from curvmon.reporting.report_page import report_page, write
+
+    write(report_page([load_history(path, prefix) for path in paths]), out)
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
