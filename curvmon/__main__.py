@@ -17,8 +17,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_argument("paths", nargs="+", metavar="PATH", help="history.jsonl, the folder it is in, or a checkpoint")
     report.add_argument("--out", type=Path, default=Path("curvmon-report.html"), metavar="FILE.html")
     report.add_argument("--log-key-prefix", default="", help="of the monitor, where a run has several")
-    options = parser.parse_args(argv)
+    # which has options and a help of its own, behind an import of Lightning
+    commands.add_parser("demo", help="train a small network whose learning rate goes wrong", add_help=False)
+    options, others = parser.parse_known_args(argv)
     try:
+        if options.command == "demo":
+            return _demo(others)
+        if others:
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
         return _report(options.paths, options.out, options.log_key_prefix)
     except InputError as error:
         print(f"curvmon: {error}", file=sys.stderr)
@@ -31,6 +37,13 @@ def _report(paths: Sequence[str], out: Path, prefix: str) -> int:
 
     write(report_page([load_history(path, prefix) for path in paths]), out)
     print(out)
+    return 0
+
+
+def _demo(argv: Sequence[str]) -> int:
+    from curvmon.integrations.lightning.demo.run import main as demo
+
+    demo(argv)
     return 0
 
 

@@ -36,8 +36,8 @@ def takes_pictures(logger: Any) -> bool:
 def run_folder(loggers: Iterable[Any]) -> Path | None:
     """Where the files of a run are, on this machine: that of the first logger that has a folder for it.
 
-    A logger without `log_dir` (W&B, MLflow) has one as Lightning makes it for checkpoints. None in a bucket: nothing can
-    be appended to there.
+    A logger without `log_dir` (W&B, MLflow) has the folder that Lightning makes for checkpoints. None in a bucket:
+    there are no files to append to.
     """
     loggers = list(loggers)
     for find in (_log_dir, _save_dir):

@@ -65,9 +65,9 @@ def report_page(histories: Sequence[RunHistory]) -> str:
     """
     if not histories:
         raise InputError("a report needs at least one run")
-    histories = _with_different_names(histories)
     several = len(histories) > 1
     title = "Curvature of " + (f"{len(histories)} runs" if several else histories[0].name or "a run")
+    histories = _with_different_names(histories)
     tables = [headline_rows(history) for history in histories]
     data = report_data(histories, tables)
     spectra = '<div id="spectra"></div>' if any(run["spectra"] for run in data["runs"]) else ""
@@ -120,7 +120,7 @@ def _runs(parts: Iterable[str]) -> str:
 
 
 def _verdict(history: RunHistory, several: bool) -> str:
-    """What happened, in one sentence; then every alert, the first one with its evidence open."""
+    """What happened, in one sentence; the evidence for it and what to do; then the further alerts."""
     alerts, steps = history.alerts, history.steps
     head = f"<h3>{escape(history.name)}</h3>" if several else ""
     if not steps:
@@ -136,18 +136,20 @@ def _verdict(history: RunHistory, several: bool) -> str:
         f"<strong>{escape(first.headline)}</strong>"
     )
     parts = [f'{head}<p class="verdict bad"><span aria-hidden="true">▲</span> {sentence}</p>']
-    parts += [_alert(alert, is_open=i == 0) for i, alert in enumerate(alerts[:MOST_ALERTS])]
+    parts += [_evidence(first), *(map(_alert, alerts[1:MOST_ALERTS]))]
     parts += [f"<p>step {alert.step}: {escape(alert.headline)}</p>" for alert in alerts[MOST_ALERTS:]]
     return "".join(parts) + _notices(history)
 
 
-def _alert(alert: Alert, is_open: bool) -> str:
-    evidence = "".join(f"<li>{escape(point)}</li>" for point in alert.evidence)
-    return (
-        f"<details{' open' if is_open else ''}><summary>step {alert.step}, epoch {alert.epoch}: "
-        f"{escape(alert.headline)}</summary>{f'<ul>{evidence}</ul>' if evidence else ''}"
-        f"{f'<p>{escape(alert.suggestion)}</p>' if alert.suggestion else ''}</details>"
-    )
+def _alert(alert: Alert) -> str:
+    summary = f"step {alert.step}, epoch {alert.epoch}: {escape(alert.headline)}"
+    return f"<details><summary>{summary}</summary>{_evidence(alert)}</details>"
+
+
+def _evidence(alert: Alert) -> str:
+    points = "".join(f"<li>{escape(point)}</li>" for point in alert.evidence)
+    advice = f"<p><strong>What to do:</strong> {escape(alert.suggestion)}</p>" if alert.suggestion else ""
+    return (f"<ul>{points}</ul>" if points else "") + advice
 
 
 def _notices(history: RunHistory) -> str:

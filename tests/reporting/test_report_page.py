@@ -138,6 +138,21 @@ def test_command_where_there_is_no_history(tmp_path: Path, capsys: pytest.Captur
     assert re.match(r"curvmon: there is no .*history\.jsonl\n$", capsys.readouterr().err)
 
 
+def test_command_with_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "a", "--colour", "red"])
+    assert "unrecognized arguments: --colour red" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["demo", "--help"])
+    assert "--spike" in capsys.readouterr().out
+
+
+def test_demo_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    assert "needs more packages: pip install scikit-learn matplotlib tensorboard" in capsys.readouterr().err
+
+
 def test_a_history_writes_its_page(tmp_path: Path) -> None:
     run = synthetic_run()
     page = run.report(tmp_path / "a" / "b.html")

@@ -136,7 +136,7 @@ function charts() {
   if (!all) return;
   all.replaceChildren();
   all.classList.toggle("alone", !several);
-  for (const { key, title, log, meaning } of data.charts) {
+  for (const { key, title, log, meaning, good, bad } of data.charts) {
     const values = finite(data.runs.flatMap(run => (run.curves[key] ?? []).map(([, value]) => value)));
     if (!values.length) continue;
     const group = html(all, "div", "", "chart");
@@ -146,7 +146,7 @@ function charts() {
       if (run.curves[key]) chart(box, title, [{ name: "", kind: "", points: run.curves[key] }], fitted(values, log), run.alerts);
       else html(box, "p", "not measured");
     }
-    if (meaning) html(group, "p", meaning);
+    if (meaning) html(group, "p", `${meaning}. Good: ${good}. Bad: ${bad}.`);
   }
 }
 
