@@ -7,7 +7,7 @@ optional package is imported before there is a logger that needs it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,30 +33,30 @@ def takes_pictures(logger: Any) -> bool:
     return kind_of(logger) != "other" or hasattr(type(logger), "log_image")
 
 
-def run_folder(loggers: Iterable[Any]) -> Path | None:
+def run_folder(trainer: Any) -> Path | None:
     """Where the files of a run are, on this machine: that of the first logger that has a folder for it.
 
     A logger without `log_dir` (W&B, MLflow) has the folder that Lightning makes for checkpoints. None in a bucket:
     there are no files to append to.
     """
-    loggers = list(loggers)
-    for find in (_log_dir, _save_dir):
-        for logger in loggers:
+    for find in (_log_dir, _checkpoints_of):
+        for logger in trainer.loggers:
             with suppress(Exception):  # a user's own logger
-                place = find(logger)
+                place = find(trainer, logger)
                 if place and "://" not in place:
                     return Path(place)
     return None
 
 
-def _log_dir(logger: Any) -> str | None:
+def _log_dir(trainer: Any, logger: Any) -> str | None:
     folder = getattr(logger, "log_dir", None)
     return folder if isinstance(folder, str) else None  # Lightning's DummyLogger has a function by every name
 
 
-def _save_dir(logger: Any) -> str | None:
-    folder, version = getattr(logger, "save_dir", None), getattr(logger, "version", None)
-    if not isinstance(folder, (str, os.PathLike)) or version is None:
+def _checkpoints_of(trainer: Any, logger: Any) -> str | None:
+    """DummyLogger has no version, and no folder."""
+    folder, version = logger.save_dir or trainer.default_root_dir, logger.version
+    if version in (None, "") or not isinstance(folder, (str, os.PathLike)):
         return None
     return os.path.join(folder, str(logger.name), version if isinstance(version, str) else f"version_{version}")
 

@@ -106,14 +106,14 @@ class Report:
             if snapshot.is_full:
                 self._plan_pictures(snapshots, alerts, fresh)
             # not before the loggers: one may warn of a folder that is not empty
-            self.file.write(run_folder(trainer.loggers), [snapshot, *fresh])
+            self.file.write(run_folder(trainer), [snapshot, *fresh])
             if self._verbose:
                 print_line(trainer, summary(snapshot))
 
     def write_alerts(self, trainer: Any, alerts: Sequence[Alert]) -> None:
         """Add alerts to the history that come with neither a snapshot nor a pulse."""
         if trainer.is_global_zero:
-            self.file.write(run_folder(trainer.loggers), alerts)
+            self.file.write(run_folder(trainer), alerts)
 
     def write_pulse(self, trainer: Any, record: PulseRecord, alerts: Sequence[Alert]) -> None:
         """Report a pulse: to `callback_metrics`, and to the loggers as often as they take numbers of training steps.
@@ -129,7 +129,7 @@ class Report:
             self._pulse_step = record.step
             self._loggers.write(trainer, numbers, record.epoch, record.step)
         if trainer.is_global_zero:
-            self.file.write(run_folder(trainer.loggers), [record, *alerts])
+            self.file.write(run_folder(trainer), [record, *alerts])
 
     def _plan_pictures(self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
         pictures, snapshot = self._keys.named(self._pictures(snapshots, alerts, fresh)), snapshots[-1]
