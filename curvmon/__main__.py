@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from curvmon.errors import InputError
@@ -35,7 +36,10 @@ def _report(paths: Sequence[str], out: Path, prefix: str) -> int:
     from curvmon.monitor.saved_history import load_history
     from curvmon.reporting.report_page import report_page, write
 
-    write(report_page([load_history(path, prefix) for path in paths]), out)
+    histories = [load_history(path, prefix) for path in paths]
+    if len({history.name for history in histories}) < len(histories):
+        histories = [replace(history, name=path) for history, path in zip(histories, paths)]
+    write(report_page(histories), out)
     print(out)
     return 0
 

@@ -133,6 +133,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "logs/version_0" in text and "logs/version_1" in text and "2 alerts in" in text
 
 
+def test_runs_of_the_same_name_are_called_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for parent in ("a", "b"):
+        HistoryFile().write(tmp_path / parent / "logs" / "version_0", synthetic_run(3).snapshots)
+    main(["report", "a/logs/version_0", "b/logs/version_0"])
+    text = without_script(Path("curvmon-report.html").read_text(encoding="utf-8"))
+    assert "<h3>a/logs/version_0</h3>" in text and "<h3>b/logs/version_0</h3>" in text
+
+
 def test_command_where_there_is_no_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert re.match(r"curvmon: there is no .*history\.jsonl\n$", capsys.readouterr().err)
