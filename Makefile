@@ -49,10 +49,11 @@ bench-packages: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps pyhessian curvlinops-for-pytorch \
 		backpack-for-pytorch einops einconv linear_operator opt_einsum unfoldNd hessian-eigenthings
 
-# about half an hour the first time; recorded runs are kept below runs/
+# about an hour on two idle cores the first time; recorded runs are kept below runs/. DATA=cifar10_subset.npz for real
+# images.
 bench-alerts: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps river
-	$(BIN)/python -m benchmarks.alerts --write docs/alerts-table.md
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.alerts $(if $(DATA),--data $(DATA)) --write docs/alerts-table.md
 
 # about half an hour on an idle core the first time; recorded runs are kept below runs/. DATA=cifar10_subset.npz for real
 # images.

@@ -22,8 +22,8 @@ from lightning_fabric.utilities.spike import SpikeDetection
 from torch import nn
 
 import curvmon
-from benchmarks.alerts import table
 from benchmarks.header import measured_on
+from benchmarks.markdown import table
 from benchmarks.networks import Decoder, classification_loss, next_token_loss
 from benchmarks.pulse_budget import budget_section
 from benchmarks.pulse_networks import OPTIMIZERS, REPORTED
@@ -32,7 +32,7 @@ from benchmarks.pulse_trials import all_trials, shares
 from curvmon.alerts.instability import InstabilityDetector
 from curvmon.monitor.batch_samples import sample_count
 from curvmon.monitor.pulse_schedule import WANTED
-from curvmon.monitor.pulse_taker import LEAST, SLICE, WHOLE, PulseTaker
+from curvmon.monitor.pulse_taker import CLOSE, CROSSING_EVERY, LEAST, SLICE, WHOLE, PulseTaker
 from curvmon.monitor.target import Target
 from curvmon.operators.session import Loss
 from tests.helpers.resnet import resnet18
@@ -44,7 +44,7 @@ REARM = 40
 MEMORY = 50
 """steps whose median is what is usual for a baseline"""
 SPARSE = ("MLP", "LSTM")
-TIMES = 5
+TIMES = 1 + 2 * CROSSING_EVERY
 """that what is timed runs; the first is not counted"""
 UNSTABLE = ("ramp, 1 % per step", "ramp, 2 % per step", "ramp, 5 % per step", "inputs grow", "samples repeated")
 """events that destabilise training; the others raise the loss by themselves, or within a few steps"""
@@ -168,17 +168,13 @@ def table_by(key: Callable[[Recorded], str], values: Sequence[str], finders: dic
 
 
 def critical_table(seeds: list[int], data: Path | None, cache: Path) -> str:
-    head = (
-        "this batch: falls at half",
-        "rises at twice",
-        "smoothed: falls at half",
-        "rises at twice",
-        "without a critical rate",
-    )
+    rates = "this batch, quadratic", "this batch, measured", "smoothed, quadratic", "smoothed, `critical_lr`"
+    head = [f"{rate}: {outcome}" for rate in rates for outcome in ("falls at half", "rises at twice")]
     made = all_trials(list(REPORTED.values()), seeds, data, cache)
     by_family = [[name, *shares([trial for trial in made if trial.family == name])] for name in REPORTED]
     by_optimizer = [[name, *shares([trial for trial in made if trial.optimizer == name])] for name in OPTIMIZERS]
-    return table([["", *head], *by_family, *by_optimizer, ["all", *shares(made)]])
+    unseen = ["all but batches measured by the monitor", *shares([trial for trial in made if not trial.is_measured])]
+    return table([["", *head], *by_family, *by_optimizer, ["all", *shares(made)], unseen])
 
 
 def networks_of_usual_size() -> Iterator[tuple[str, nn.Module, Any, Loss]]:
@@ -210,7 +206,10 @@ def cost_table() -> str:
 def monitors_pulse(
     model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer, samples: int | None
 ) -> tuple[float, int]:
-    """Seconds around training steps, with the copies before them and without the check of every hundredth; samples."""
+    """Seconds around training steps, with the copies before them and without the check of every hundredth; samples.
+
+    A mean, because one in CROSSING_EVERY looks for its crossing.
+    """
     taker, target = PulseTaker(), Target(model, loss, torch.device("cpu"))
     taker.samples = samples
     times, used = [], 0
@@ -225,7 +224,7 @@ def monitors_pulse(
         times.append(time.process_time() - began + prepared)
         taker.forget()
     assert taker.from_losses
-    return statistics.median(times[1:]), used
+    return statistics.fmean(times[1:]), used
 
 
 def train(model: nn.Module, batch: Any, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
@@ -302,8 +301,12 @@ def report(seeds: list[int], data: Path | None, cache: Path) -> str:
         warnings_table(with_few_pulses, sparse),
         "### Critical learning rate",
         "The loss of a batch before and after a step along the same direction, at half and at twice the critical "
-        "learning rate of this batch, and of the smoothed one. Without a critical rate: the curvature along the step "
-        "is not positive.",
+        "learning rate. Quadratic: learning rate / step ratio, of this batch or smoothed; there is none where the "
+        "curvature along the step is not positive. Measured: the learning rate at which the loss of this very batch is "
+        "again what it was, which is nearly exact by construction; there is none where the step goes uphill or the "
+        "search finds no rise. `critical_lr` is what the monitor shows: it measures one pulse in "
+        f"{CROSSING_EVERY}, until two estimates are within a factor of {math.exp(CLOSE):.0f}, and so has seen one in "
+        f"{CROSSING_EVERY} of the batches that are tried here; the last row is without those.",
         critical_table(seeds, data, cache),
         "### Cost",
         f"The monitor takes the whole batch up to {WHOLE} samples, else {SLICE}, and halves them down to {LEAST} where "

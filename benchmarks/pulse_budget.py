@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks.alerts import table
+from benchmarks.markdown import table
 from benchmarks.pulse_runs import AT, EVENTS, EVERY, Recorded
 from curvmon.alerts.instability import InstabilityDetector
 from curvmon.alerts.suspicion import Suspicion

@@ -7,6 +7,7 @@ from curvmon.alerts.change_detector import ChangeDetector, Sensitivity
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import (
     CurvmonError,
+    DifferencesError,
     DivergedError,
     DoubleBackwardError,
     InputError,
@@ -45,6 +46,7 @@ __all__ = [
     "CurvatureMonitor",
     "CurvmonError",
     "Density",
+    "DifferencesError",
     "DivergedError",
     "DoubleBackwardError",
     "ExactMeasurement",

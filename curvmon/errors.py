@@ -33,6 +33,18 @@ class DoubleBackwardError(CurvmonError, RuntimeError):
     """An operation between the nodes and the loss cannot be differentiated twice."""
 
 
+class DifferencesError(CurvmonError):
+    """Differences of gradients cannot replace second derivatives here; the message says why.
+
+    Attributes:
+        lasts: they never will, for this network.
+    """
+
+    def __init__(self, message: str, *, lasts: bool = False) -> None:
+        super().__init__(message)
+        self.lasts = lasts
+
+
 class NonFiniteError(CurvmonError, ArithmeticError):
     """The loss is finite, but its second derivatives are not."""
 

@@ -2,15 +2,16 @@
 
     L(θ - u) ≈ L(θ) - g^T u + u^T H u / 2        u = θ_before - θ_after; g, H: gradient and Hessian at θ_before
 
-The step lowers the loss as long as u^T H u / (2 g^T u) is below 1, to second order. Shorter by that factor, it would
-leave the loss as it is: learning rate / ratio is the critical learning rate along this direction.
+The step lowers the loss as long as u^T H u / (2 g^T u) is below 1, to second order: shorter by that factor, it would
+leave the loss as it is. Losses of networks are not quadratic that far; `Pulse.critical` is measured.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 from curvmon.errors import InputError, NonFiniteError
 from curvmon.numerics import NOT_FINITE, precise
-from curvmon.operators.loss_differences import move_copies
+from curvmon.operators.derivative import Derivative, Way, with_fallback
+from curvmon.operators.gradient_differences import KINDS
+from curvmon.operators.loss_differences import ChangingLossError, LossAlongStep, move_copies, open_loss_along_step
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 
@@ -31,11 +34,15 @@ class Pulse:
         gain: g^T u, by how much the step lowers the loss to first order.
         curvature: u^T H u.
         loss: before the step.
+        critical: how many times longer the step would have to be to leave the loss of its batch as it is: learning rate
+            times `critical` is the critical learning rate along this direction. Infinite where that is not reached near
+            1 / `ratio`; NaN where it has not been measured, or the step goes uphill.
     """
 
     gain: float
     curvature: float
     loss: float = math.nan
+    critical: float = math.nan
 
     @property
     def ratio(self) -> float:
@@ -49,7 +56,15 @@ class Pulse:
         return math.copysign(math.inf, self.curvature) if self.curvature else math.nan
 
 
-def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor]) -> Pulse:
+def pulse(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    step: Sequence[Tensor],
+    critical: bool = False,
+    derivative: Derivative = "auto",
+) -> Pulse:
     """One Hessian-vector product along an optimizer step.
 
     Modules stay in the mode that they are in: in training mode, batch norm uses the statistics of the batch, and
@@ -61,12 +76,16 @@ def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor]) -
         batch: whatever `loss` takes; the batch that the step was made for.
         loss: `loss(model, batch)` returns a scalar tensor.
         step: θ_before - θ_after for every trainable parameter, in the order of `model.parameters()`.
+        critical: also measure `Pulse.critical`, within about 5 %: five forward passes or so.
+        derivative: "double": differentiate the gradient. "differences": a central difference of gradients, exact to a
+            few thousandths. "auto": the first where it works, else the second.
 
     Raises:
         InputError: the step does not fit the trainable parameters, or is not finite.
         LossError: the loss does not depend on the parameters.
         DivergedError: the loss is not finite.
-        DoubleBackwardError: an operation of the loss cannot be differentiated twice.
+        DifferencesError: with "differences", they are not exact enough.
+        DoubleBackwardError: an operation of the loss cannot be differentiated twice, nor do differences replace that.
         NonFiniteError: an HVP is not finite although the loss is.
 
     Example:
@@ -79,17 +98,28 @@ def pulse(model: nn.Module, batch: Any, *, loss: Loss, step: Sequence[Tensor]) -
         >>> bool(abs(ratio[1] / ratio[0] - 2) < 1e-5)
         True
     """
-    with open_parameters(model, [batch], loss=loss, own_modes=True) as operator:
-        u = _flat(step, operator)
-        image = operator.hessian(u)
-        numbers = [(precise(u) * precise(v)).sum() for v in (operator.gradient, image)]
-        gain, curvature = torch.stack(numbers).tolist()
-        if not math.isfinite(gain) or not math.isfinite(curvature):
-            raise NonFiniteError(NOT_FINITE)
-        return Pulse(gain, curvature, operator.loss)
+
+    def run(way: Way, why: list[str]) -> Pulse:
+        with open_parameters(model, [batch], loss=loss, kind=KINDS[way], own_modes=True) as operator:
+            u = _flat(step, operator)
+            image = operator.hessian(u)
+            numbers = [(precise(u) * precise(v)).sum() for v in (operator.gradient, image)]
+            gain, curvature = torch.stack(numbers).tolist()
+            if not math.isfinite(gain) or not math.isfinite(curvature):
+                raise NonFiniteError(NOT_FINITE)
+            return Pulse(gain, curvature, operator.loss)
+
+    taken = with_fallback(run, derivative)
+    if not critical:
+        return taken
+    before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
+    with open_loss_along_step(
+        model, batch, loss=loss, before=before, after=[b - part for b, part in zip(before, step)]
+    ) as along:
+        return _with_critical(taken, along)
 
 
-def pulse_at(before: Sequence[Tensor], model: nn.Module, batch: Any, *, loss: Loss) -> Pulse:
+def pulse_at(before: Sequence[Tensor], model: nn.Module, batch: Any, *, loss: Loss, critical: bool = False) -> Pulse:
     """`pulse` at the trainable parameters `before`, along the step from them to those that the model has now."""
     after = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
 
@@ -98,7 +128,31 @@ def pulse_at(before: Sequence[Tensor], model: nn.Module, batch: Any, *, loss: Lo
         move_copies([p for p in model.parameters() if p.requires_grad], before, originals=after)
         return loss(model, batch)
 
-    return pulse(model, batch, loss=loss_before, step=[b - a for a, b in zip(after, before)])
+    taken = pulse(model, batch, loss=loss_before, step=[b - a for a, b in zip(after, before)])
+    if not critical:
+        return taken
+    with open_loss_along_step(model, batch, loss=loss, before=before) as along:
+        return _with_critical(taken, along)
+
+
+def mean_pulse(pulses: Sequence[Pulse]) -> Pulse:
+    """Of one step on several batches: means, and `critical` with the median of what it is relative to 1 / `ratio`."""
+    gain, curvature, loss = map(fmean, zip(*((p.gain, p.curvature, p.loss) for p in pulses)))
+    mean = Pulse(gain, curvature, loss)
+    corrections = [p.critical * p.ratio for p in pulses if p.critical > 0 and p.ratio > 0]
+    if corrections and mean.ratio > 0:
+        return replace(mean, critical=median(corrections) / mean.ratio)
+    measured = [p.critical for p in pulses if p.critical > 0]
+    return replace(mean, critical=median(measured)) if measured else mean
+
+
+def _with_critical(taken: Pulse, along: LossAlongStep) -> Pulse:
+    """Without, if the loss of the same parameters is another one in every forward pass."""
+    try:
+        along.check_repeats()
+    except ChangingLossError:
+        return taken
+    return replace(taken, critical=along.crossing(taken.gain, taken.curvature))
 
 
 def _flat(step: Any, operator: ParameterOperator) -> Tensor:

@@ -55,6 +55,7 @@ SECTIONS: dict[str, list[str]] = {
         "NodeError",
         "LossError",
         "DivergedError",
+        "DifferencesError",
         "NonFiniteError",
         "DoubleBackwardError",
     ],

@@ -145,8 +145,11 @@ def test_a_recorded_ramp_is_warned_and_critical_rates_are_critical(
     (warned,) = ours(run, 5)
     assert 150 < warned < (run.rises_at() or len(run.steps))
     made = trials(family, optimizer, 5, None)
-    assert sum(trial.falls is not False for trial in made) >= 0.8 * len(made)
-    assert sum(trial.rises is not False for trial in made) >= 0.8 * len(made)
+    for falls, rises in (("smoothed_falls", "smoothed_rises"), ("quadratic_falls", "quadratic_rises")):
+        assert sum(getattr(trial, falls) is not False for trial in made) >= 0.8 * len(made)
+        assert sum(getattr(trial, rises) is not False for trial in made) >= 0.8 * len(made)
+    assert all(trial.measured_falls is not False and trial.measured_rises is not False for trial in made)
+    assert sum(trial.is_measured for trial in made) in range(len(made) // 4, len(made) // 2)
 
 
 def test_quarters_of_a_run() -> None:

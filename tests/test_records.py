@@ -116,6 +116,8 @@ def test_a_pulse_record_is_json() -> None:
         ("step", 7), ("gain", 0.5), ("curvature", 0.2), ("step_ratio", 0.3)
     }  # fmt: skip
     assert record.ratio == 0.2 and math.isnan(record.critical_lr)
+    old = {name: value for name, value in record.to_dict().items() if name not in ("critical", "attention")}
+    assert math.isnan(curvmon.PulseRecord.from_dict(old).critical)
     assert math.isnan(curvmon.PulseRecord(0, 0, 0.0, 0.0).ratio)
     assert curvmon.PulseRecord(0, 0, 0.0, -1.0).ratio == -math.inf
 

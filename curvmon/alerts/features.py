@@ -18,8 +18,6 @@ Family = str
 """level, profile or contrast of the resonance, or the name of a metric in the registry"""
 
 
-NETWORK_FAMILIES = ("lambda_1", "loss")
-"""metrics that keep their past when other nodes are measured"""
 MIN_VALUE = 1e-30
 """smaller values have no logarithm"""
 
@@ -50,6 +48,11 @@ def features_of(snapshot: Snapshot) -> list[Feature]:
         features += _resonance_features(snapshot.measurement)
         features += _pair_features(snapshot.measurement)
     return features + _scalar_features(snapshot)
+
+
+def layer_families() -> frozenset[Family]:
+    """Families without a past where other nodes are measured."""
+    return frozenset({"level", "profile", "contrast", *(spec.name for spec in pair_metrics())})
 
 
 def _resonance_features(m: Measurement) -> list[Feature]:

@@ -1,6 +1,6 @@
 """Approaching instability, from pulses: gain g^T u and curvature u^T H u along the optimizer's steps u.
 
-    step ratio = η K,   critical learning rate = 1 / K,   K = EMA(u^T H u / η²) / (2 EMA(g^T u / η))
+    step ratio = η K,   K = EMA(u^T H u / η²) / (2 EMA(g^T u / η))
 
 A step u is proportional to its learning rate η, so K belongs to the direction: smoothing it does not delay what a
 changing learning rate does to the ratio. There are three reasons for a warning, once per episode:
@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from curvmon.alerts.critical_rate import CriticalRate
 from curvmon.records import PulseRecord
 
 SMOOTHED = 10
@@ -78,9 +79,11 @@ class Instability(NamedTuple):
         step_ratio: smoothed; infinite where steps go uphill.
         usual: step ratio of the run so far, at comparable learning rates; NaN if nothing is usual yet.
         learning_rate: of the last step.
-        suggested_lr: brings what is unusual back, and is at most half the critical learning rate.
+        suggested_lr: brings what is unusual back, and is at most half the critical learning rate, and half of learning
+            rate / step ratio.
         cause: what is unusual.
         factor: how many times its usual value it is.
+        critical_lr: of the detector.
     """
 
     kind: Literal["approaching_instability", "rate_headroom"]
@@ -90,6 +93,7 @@ class Instability(NamedTuple):
     suggested_lr: float
     cause: Cause = "step_ratio"
     factor: float = math.nan
+    critical_lr: float = math.nan
 
 
 class InstabilityDetector:
@@ -97,11 +101,14 @@ class InstabilityDetector:
 
     Attributes:
         step_ratio: smoothed; NaN before there are enough pulses, infinite where steps go uphill.
-        critical_lr: learning rate / step_ratio; infinite where the curvature along the steps is not positive.
+        critical_lr: as `CriticalRate` says; 0 where steps go uphill.
     """
 
     def __init__(self) -> None:
         self.step_ratio = self.critical_lr = math.nan
+        self._quadratic_lr = math.nan
+        """learning rate / step ratio; infinite where the curvature along the steps is not positive"""
+        self._critical_rate = CriticalRate()
         self._rates: list[float] = []
         self._latest_rates: list[float] = []
         """of the last steps, pulses or not, each once for as long as it stays"""
@@ -138,12 +145,14 @@ class InstabilityDetector:
         for values, value in zip(recent, (rate, gain, curvature, loss)):
             values.append(value)
             del values[: -2 * SMOOTHED]
+        self._critical_rate.update(rate, record.gain, record.curvature, record.critical)
         if len(self._rates) < ENOUGH:
             return None
         inverse = _inverse_rate(self._gains, self._curvatures)
         self.step_ratio = rate * inverse
         if math.isfinite(record.learning_rate):
-            self.critical_lr = 1 / inverse if inverse > 0 else math.inf
+            self._quadratic_lr = 1 / inverse if inverse > 0 else math.inf
+            self.critical_lr = self._critical_rate.value if self._quadratic_lr else 0.0
         return self._judge(rate)
 
     def advance(self, step: int, learning_rate: float) -> Instability | None:
@@ -151,10 +160,10 @@ class InstabilityDetector:
 
         Costs nothing. Without it, a learning rate that grows is noticed at the next pulses only.
         """
-        if not learning_rate > 0 or len(self._rates) < ENOUGH or math.isnan(self.critical_lr):
+        if not learning_rate > 0 or len(self._rates) < ENOUGH or math.isnan(self._quadratic_lr):
             return None
         self._move(step, learning_rate)
-        self.step_ratio = learning_rate / self.critical_lr if self.critical_lr else math.inf
+        self.step_ratio = learning_rate / self._quadratic_lr if self._quadratic_lr else math.inf
         usual = self._usual(learning_rate)
         if not self._outgrows(learning_rate, usual):
             return None
@@ -176,12 +185,14 @@ class InstabilityDetector:
         return (ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]) if ratios else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Lists and numbers only."""
-        return {name.lstrip("_"): _copied(value) for name, value in vars(self).items()}
+        """Lists, dictionaries and numbers only."""
+        state = {name.lstrip("_"): _copied(value) for name, value in vars(self).items()}
+        return {**state, "critical_rate": self._critical_rate.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in vars(self):
+        for name in vars(self).keys() - {"_critical_rate"}:
             setattr(self, name, _copied(state[name.lstrip("_")]))
+        self._critical_rate.load_state_dict(state["critical_rate"])
 
     def _move(self, step: int, rate: float) -> None:
         self._step = step
@@ -191,6 +202,7 @@ class InstabilityDetector:
 
     def _forget(self) -> None:
         self._rates, self._gains, self._curvatures, self._losses, self._usual_gains = [], [], [], [], []
+        self._critical_rate.forget()
 
     def _judge(self, rate: float) -> Instability | None:
         usual = self._usual(rate)
@@ -289,9 +301,11 @@ class InstabilityDetector:
         if not is_new:
             return None
         back = math.sqrt(factor) if cause == "gain" else factor  # the gain of a gradient step is η |g|²
-        highest = rate * HALF / self.step_ratio if self.step_ratio > 0 else rate
+        # an unknown critical rate, NaN, is not the smaller one
+        highest = HALF * min(rate / self.step_ratio, self.critical_lr) if self.step_ratio > 0 else rate
         suggested = min(highest, rate / (back if 1 < back < math.inf else 2))
-        return Instability("approaching_instability", self.step_ratio, usual, rate, suggested, cause, factor)
+        seen = usual, rate, suggested, cause, factor, self.critical_lr
+        return Instability("approaching_instability", self.step_ratio, *seen)
 
     def _headroom(self, rate: float, usual: float) -> Instability | None:
         self._pulses_at_largest = self._pulses_at_largest + 1 if rate > 0.9 * self._largest_rate else 0
@@ -300,7 +314,8 @@ class InstabilityDetector:
         if not (0 < usual < HEADROOM and 0 < self.step_ratio < HEADROOM):
             return None
         self._headroom_reported = True
-        return Instability("rate_headroom", self.step_ratio, usual, rate, rate * HEALTHY / HEADROOM)
+        suggested = rate * HEALTHY / HEADROOM
+        return Instability("rate_headroom", self.step_ratio, usual, rate, suggested, critical_lr=self.critical_lr)
 
 
 def is_step_ignored(rate: float, gain: float, curvature: float, largest_rate: float) -> bool:

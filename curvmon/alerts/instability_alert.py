@@ -58,7 +58,7 @@ def _limit(event: Instability) -> str:
         return "steps go uphill on their own batch"
     if event.step_ratio <= 0:
         return "the curvature along the steps is not positive"
-    critical = event.learning_rate / event.step_ratio
+    critical = min(event.learning_rate / event.step_ratio, event.critical_lr)  # NaN is not the smaller one
     return (
         f"step ratio {short(event.step_ratio)}, where 1 is the limit: learning rate {short(event.learning_rate)}, "
         f"critical learning rate {short(critical)}"

@@ -7,15 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from curvmon.alerts.context import Cause, Context, ContextTracker
-from curvmon.alerts.detector import Detector, DetectorSettings
-from curvmon.alerts.features import NETWORK_FAMILIES, features_of
+from curvmon.alerts.context_features import context_features
+from curvmon.alerts.drift import Drift, DriftDetector
+from curvmon.alerts.event_detector import EventDetector
+from curvmon.alerts.event_messages import alert_of_drift, alert_of_event
+from curvmon.alerts.features import features_of, layer_families
 from curvmon.alerts.instability import Instability
 from curvmon.alerts.instability_alert import alert_of_instability
-from curvmon.alerts.messages import alert_of_change
-from curvmon.alerts.rate_growth import rate_growth
 from curvmon.alerts.rule_checker import RuleChecker
 from curvmon.alerts.rule_messages import alert_of_explosion
 from curvmon.alerts.rules import AlertRules
+from curvmon.alerts.setting_changes import DROPOUT, FORWARD, STATISTICS, SettingChanges, kind_of
+from curvmon.alerts.signature_table import SIGNATURES
 from curvmon.records import Alert, Snapshot
 from curvmon.records.thinning import thinned
 
@@ -26,26 +29,34 @@ SAME_EVENT = frozenset({"jump", "drift", "loss_explosion", "dead_network", "not_
 """kinds of alerts that a step ratio out of bounds may be another sign of"""
 
 
+CAUSES = {"rate": "learning rate", "weights": "weights grown"}
+"""of drifts, where the family says it"""
+EXPLAINED = frozenset({"loss_explosion", "dead_network"})
+"""rules that events trigger"""
+OF_MODULES = frozenset({FORWARD, DROPOUT, STATISTICS})
+"""kinds of settings that belong to a module, where the event is"""
+
+
 class AlertManager:
     """Takes every snapshot of a run and raises alerts: at most one for a change, and those of the rules.
 
     Args:
         alerts: True for the default rules. False raises none, and keeps those of a checkpoint.
-        settings: settings of change detection, before `AlertRules.sensitivity` is applied.
 
     Attributes:
         enabled: False if no alerts are raised.
         raised: everything raised so far, notices included, oldest first.
     """
 
-    def __init__(self, alerts: bool | AlertRules = True, settings: DetectorSettings | None = None) -> None:
+    def __init__(self, alerts: bool | AlertRules = True) -> None:
         self.enabled = bool(alerts)
         self._rules = alerts if isinstance(alerts, AlertRules) else AlertRules()
-        settings = settings or DetectorSettings()
-        self._settings = replace(settings, threshold_factor=settings.threshold_factor / self._rules.sensitivity)
-        self._network, self._layers = Detector(self._settings), Detector(self._settings)
+        self._events = EventDetector(SIGNATURES, self._rules.sensitivity)
+        self._drifts = DriftDetector()
+        self._settings = SettingChanges()
         self._checker = RuleChecker(self._rules)
         self._context = ContextTracker()
+        self._why_not_finite: tuple[tuple[str, float], ...] = ()
         self._nodes: tuple[str, ...] | None = None
         self._last_step = 0
         """of the last snapshot"""
@@ -65,46 +76,66 @@ class AlertManager:
             return []
         self._last_step = snapshot.step
         causes = self._context.update(context or Context())
-        changes = self._changes(snapshot, past, causes) if self._rules.changes else []
+        context = context or Context()
+        changes = self._changes(snapshot, past, context, causes) if self._rules.changes else []
         rules = self._checker.update(snapshot, past, causes)
+        rules = [self._explained(alert, changes) for alert in rules]
         kinds = {alert.kind for alert in rules}
-        if not changes and kinds & {"loss_explosion", "dead_network"}:  # not to be detected again
-            self._network.restart(None)
-            self._layers.restart(None)
         if "dead_network" in kinds:  # which says why everything changed
             changes, rules = [], _with_the_loss_first(rules)
-        if changes:  # which say that the loss rose
+        if any(change.level != "info" for change in changes):  # which say that the loss rose
             rules = [alert for alert in rules if alert.kind != "loss_explosion"]
         return self.record([*changes, *rules])
 
-    def _changes(self, snapshot: Snapshot, past: Sequence[Snapshot], causes: Sequence[Cause]) -> list[Alert]:
-        """At most one: what the network has once is looked at in every validation, the layers where measured."""
+    def _changes(
+        self, snapshot: Snapshot, past: Sequence[Snapshot], context: Context, causes: Sequence[Cause]
+    ) -> list[Alert]:
+        """At most one."""
         self._compare_nodes(snapshot)
-        features = features_of(snapshot)
-        network = [feature for feature in features if feature.family in NETWORK_FAMILIES]
-        has_cause = any(cause.lowers_threshold for cause in causes)
-        layers = [feature for feature in features if feature.family not in NETWORK_FAMILIES]
-        of_network = self._network.update(network, has_cause, snapshot.step) if network else None
-        of_layers = self._layers.update(layers, has_cause, snapshot.step) if snapshot.is_full else None
-        change = of_layers or of_network
-        if change is None:
+        changed = self._settings.update(context.settings)
+        kinds = {name: kind_of(name, context.settings) for name in changed}
+        rebuilt = [cause for cause in causes if cause.kind == "operations"]
+        features = [*features_of(snapshot), *context_features(context)]
+        signs = frozenset(kinds.values()) | ({"operations"} if rebuilt else frozenset())
+        if snapshot.vitals is not None and snapshot.vitals.not_finite:  # which is the event
+            self._why_not_finite = self._events.certain_causes(features, signs)
             return []
-        # the other one must not detect the same event later
-        if of_layers is None:
-            self._layers.restart(layers if snapshot.is_full else None)
-        if of_network is None:
-            self._network.restart(network or None)
-        deviations = self._network.deviations if network else []
-        deviations = deviations + (self._layers.deviations if snapshot.is_full else [])
-        growth = rate_growth(past, snapshot)
-        past = [each for each in past if each.is_full] if of_layers is not None else past
-        before = past[-change.age] if len(past) >= change.age else None
-        evidence = self._network.evidence_by_family(deviations)
-        return [alert_of_change(change._replace(deviations=deviations), evidence, causes, before, snapshot, growth)]
+        event = self._events.update(
+            features,
+            signs,
+            rebuilt=[cause.name for cause in rebuilt],
+            named=[name.rpartition(".")[0] for name, kind in kinds.items() if kind in OF_MODULES],
+            at=snapshot.step,
+        )
+        drifts = self._drifts.update(features)
+        if event is None:
+            return [self._drift(drifts[0], past, snapshot)] if drifts else []
+        self._drifts.restart()
+        facts = [f"{name}: {before or 'none'} → {after or 'none'}" for name, (before, after) in changed.items()]
+        facts += [cause.text for cause in rebuilt]
+        return [alert_of_event(event, facts, past[-event.age] if len(past) >= event.age else None, snapshot)]
+
+    def _explained(self, alert: Alert, changes: Sequence[Alert]) -> Alert:
+        """With the causes of what happened at the same time."""
+        if alert.kind not in EXPLAINED:
+            return alert
+        if changes:
+            return replace(alert, causes=changes[0].causes, places=changes[0].places)
+        return replace(alert, causes=self._events.recent_causes(1))
+
+    def _drift(self, drift: Drift, past: Sequence[Snapshot], snapshot: Snapshot) -> Alert:
+        causes = ((CAUSES[drift.family], 1.0),) if drift.family in CAUSES else self._events.recent_causes()
+        before = past[-drift.intervals] if len(past) >= drift.intervals else None
+        return alert_of_drift(drift, causes, before, snapshot)
 
     def diverged(self, reason: str, snapshot: Snapshot, past: Sequence[Snapshot] = ()) -> list[Alert]:
         """What a snapshot raises where something was not finite."""
-        return self.record(self._checker.diverged(reason, snapshot, past)) if self.enabled else []
+        if not self.enabled:
+            return []
+        alerts = self._checker.diverged(reason, snapshot, past)
+        if self._why_not_finite:
+            alerts = [replace(alert, causes=self._why_not_finite) for alert in alerts]
+        return self.record(alerts)
 
     def unstable(self, event: Instability, step: int, epoch: int) -> list[Alert]:
         """What a pulse raises. A warning only if the last snapshot, or a pulse since, did not report the same."""
@@ -125,7 +156,7 @@ class AlertManager:
         if snapshot.measurement is None:
             return
         if self._nodes is not None and self._nodes != snapshot.measurement.nodes:
-            self._layers.clear()
+            self._events.forget(layer_families())
         self._nodes = snapshot.measurement.nodes
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,8 +166,9 @@ class AlertManager:
             return state
         return {
             **state,
-            "network": self._network.state_dict(),
-            "layers": self._layers.state_dict(),
+            "events": self._events.state_dict(),
+            "drifts": self._drifts.state_dict(),
+            "settings": self._settings.state_dict(),
             "rules": self._checker.state_dict(),
             "context": self._context.state_dict(),
             "nodes": None if self._nodes is None else list(self._nodes),
@@ -146,17 +178,20 @@ class AlertManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """All or nothing. A checkpoint without a detector, because alerts were off, starts detection empty."""
         raised = [Alert.from_dict(alert) for alert in state.get("raised", ())]
-        network, layers = Detector(self._settings), Detector(self._settings)
+        events, drifts = EventDetector(SIGNATURES, self._rules.sensitivity), DriftDetector()
+        settings = SettingChanges()
         checker, context = RuleChecker(self._rules), ContextTracker()
         nodes, last_step = None, 0
-        if self.enabled and "network" in state:
-            network.load_state_dict(state["network"])
-            layers.load_state_dict(state["layers"])
+        if self.enabled and "events" in state:
+            events.load_state_dict(state["events"])
+            drifts.load_state_dict(state["drifts"])
+            settings.load_state_dict(state["settings"])
             checker.load_state_dict(state["rules"])
             context.load_state_dict(state["context"])
             nodes = None if state["nodes"] is None else tuple(state["nodes"])
             last_step = state["last_step"]
-        self._network, self._layers, self._checker, self._context = network, layers, checker, context
+        self._events, self._drifts, self._settings = events, drifts, settings
+        self._checker, self._context = checker, context
         self._nodes, self._last_step, self.raised = nodes, last_step, raised
 
 

@@ -7,6 +7,7 @@ held for as many.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ _AT_ONCE = {"not_finite", "loss_explosion", "dead_network"}
 RECENT = 4
 """losses that an exploded one is compared with"""
 _PAIR_RULES = {"coupling_above", "rank_collapse", "gn_gap_above", "dead_network"}
+RATIOS_KEPT, FEWEST_RATIOS, FAR = 12, 4, 3.0
+"""far beyond the stability limit is also this many times farther than usual: with Adam, good runs may be far"""
 NEAR_FIRST = 0.7
 """share of the first loss from which on a loss that has grown has exploded: far below, a single sample may do it"""
 
@@ -44,6 +47,8 @@ class RuleChecker:
         self._recent_losses: list[float] = []
         """of the last validations"""
         self._largest_rank = 0.0
+        self._ratios: list[float] = []
+        """sharpness over the stability limit, lately"""
         self._was_alive = False
 
     def update(self, snapshot: Snapshot, past: Sequence[Snapshot] = (), causes: Sequence[Cause] = ()) -> list[Alert]:
@@ -164,9 +169,12 @@ class RuleChecker:
 
     def _far_beyond_stability(self, snapshot: Snapshot) -> Violation | None:
         limit, spectrum = self._rules.far_beyond_stability, snapshot.spectrum
-        if limit is None or spectrum is None or not spectrum.stability_ratio > limit:
+        if limit is None or spectrum is None or not math.isfinite(spectrum.stability_ratio):
             return None
-        ratio = spectrum.stability_ratio
+        ratio, usual = spectrum.stability_ratio, self._ratios
+        self._ratios = [*usual, ratio][-RATIOS_KEPT:]
+        if not ratio > max(limit, FAR * statistics.median(usual) if len(usual) >= FEWEST_RATIOS else limit):
+            return None
         return Violation(
             rule="far_beyond_stability",
             metric="hessian",
@@ -258,13 +266,14 @@ class RuleChecker:
             "first_loss": self._first_loss,
             "recent_losses": list(self._recent_losses),
             "was_alive": self._was_alive,
+            "ratios": list(self._ratios),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._streaks, self._raised = dict(state["streaks"]), list(state["raised"])
         self._losses, self._largest_rank = list(state["losses"]), state["largest_rank"]
         self._first_loss, self._recent_losses = state["first_loss"], list(state["recent_losses"])
-        self._was_alive = state["was_alive"]
+        self._was_alive, self._ratios = state["was_alive"], list(state["ratios"])
 
 
 def _has_value(snapshot: Snapshot, rule: str) -> bool:

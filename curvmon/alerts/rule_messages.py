@@ -99,6 +99,7 @@ def alert_of_divergence(reason: str, now: Snapshot, before: Snapshot | None, gro
         points.append(f"loss of the probe batch: {short(before.loss)}{after}")
     return Alert(
         kind="not_finite",
+        causes=(("not finite", 1.0),),
         metric="loss",
         where="loss",
         before=math.nan,

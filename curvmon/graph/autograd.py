@@ -74,6 +74,8 @@ def _explained(error: RuntimeError) -> Exception:
         operation = match.group(1).strip("_")
         remedies = (remedy for name, remedy in _REMEDIES.items() if operation.startswith(name))
         remedy = next(remedies, "replace it by operations that have a double backward")
+    elif match := re.search(r"backward through (\S+) but no autograd formula was registered", text):
+        operation, remedy = match.group(1), "register_autograd for it"  # of torch.library
     elif "double backward" in text or "backward twice" in text or "twice differentiable" in text:
         operation, remedy = "an operation", text.splitlines()[0]
     else:
@@ -89,7 +91,7 @@ def _no_double_backward(operation: str, remedy: str) -> DoubleBackwardError:
 
 
 _REMEDIES = {
-    "ctc_loss": "curvature is not available for CTC; pass another `loss=` for the measurement",
+    "ctc_loss": "pass another `loss=` for the measurement",
     "embedding_bag": "use nn.Embedding followed by a sum or mean",
 }
 

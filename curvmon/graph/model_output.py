@@ -8,7 +8,7 @@ layers use `out` too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ def _functions(names: str, *spaces: Any) -> frozenset[Any]:
 
 
 _LOSSES = _functions(_LOSS_NAMES, F, torch, NATIVE_FUNCTIONS.get())
-# losses of probabilities: the logits are before an activation (a "link")
-_BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy", F, torch, NATIVE_FUNCTIONS.get())
+# losses of probabilities: the logits are before an activation (a "link"). The gradient of ctc_loss holds there alone
+_BEHIND_LINK = _functions("nll_loss nll_loss_nd kl_div binary_cross_entropy ctc_loss", F, torch, NATIVE_FUNCTIONS.get())
 _LINKS = _functions("log_softmax softmax sigmoid logsigmoid expit", F, torch, Tensor, torch.special)
 # what may be between a link and the loss without being a layer
 _CARRIERS = _functions(
@@ -49,6 +49,11 @@ _CARRIERS = _functions(
 def zero_leaf(like: Tensor) -> Tensor:
     """A zero leaf in the shape of `like` that takes no memory: logits can be large."""
     return like.new_zeros(()).expand_as(like).requires_grad_()
+
+
+def output_leaf(output: Tensor, at: Sequence[Tensor], index: int) -> Tensor:
+    """A tap for the output with this index: at its value, or of zeros."""
+    return at[index].detach().clone().requires_grad_() if at else zero_leaf(output)
 
 
 class _Tapped(torch.autograd.Function):
@@ -99,8 +104,10 @@ class OutputFinder(TorchFunctionMode):
         unlinked: names of losses of probabilities whose logits were not found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at: Sequence[Tensor] = ()) -> None:
+        """`at`: values of the taps; none: zeros."""
         super().__init__()
+        self._at = at
         self.outputs: list[Tensor] = []
         self.taps: list[Tensor] = []
         self.losses: list[str] = []
@@ -148,10 +155,10 @@ class OutputFinder(TorchFunctionMode):
         output = steps[-1].source if steps else argument
         if func in _BEHIND_LINK and not steps:
             self.unlinked.append(func.__name__)
-        tap = zero_leaf(output)
+        tap = output_leaf(output, self._at, len(self.taps))
         self.outputs.append(output)
         self.taps.append(tap)
-        value = _tapped(output, tap)
+        value = output + tap if self._at else _tapped(output, tap)
         for step in reversed(steps):
             value = step.function(value, *step.args, **step.kwargs)
         return value

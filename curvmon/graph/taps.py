@@ -9,7 +9,7 @@ so an in-place activation after the node changes the sum and not a tensor that a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from curvmon.errors import InputError, LossError
 from curvmon.graph.arguments import has_dimension
 from curvmon.graph.efficient_operations import EfficientOperations
-from curvmon.graph.model_output import OutputFinder, zero_leaf
+from curvmon.graph.model_output import OutputFinder, output_leaf
 from curvmon.graph.nodes import Node
 from curvmon.graph.pytree import replace_first_floating
 
@@ -55,6 +55,7 @@ def tapped_forward(
     batch_dim: int,
     output: list[Node] | None = None,
     at: Mapping[str, Tensor] | None = None,
+    outputs_at: Sequence[Tensor] = (),
     efficient: bool | Literal["loss"] = True,
 ) -> TappedGraph:
     """Run the loss with a tap on every node, and on the output: the one given, else what enters a loss function.
@@ -64,7 +65,8 @@ def tapped_forward(
         run: computes the loss.
         batch_dim: the dimension of the nodes' outputs that counts samples.
         output: the nodes that are the output; None: what enters a torch loss function.
-        at: values of the taps by node label; None: zeros.
+        at: values of the taps on nodes by label; those without one are zero.
+        outputs_at: values of the taps on the outputs; none: zeros.
         efficient: use `EfficientOperations`, unless the loss itself takes gradients; "loss": those of the loss alone.
     """
     taps: dict[str, Tensor] = {}
@@ -75,17 +77,18 @@ def tapped_forward(
     def tap_node(node: Node, tensor: Tensor) -> Tensor:
         dim = batch_axis(tensor, batch_dim, node.label)
         shape = [size for axis, size in enumerate(tensor.shape) if axis != dim]
-        value = tensor.new_zeros(shape) if at is None else at[node.label].to(tensor).clone()
+        given = (at or {}).get(node.label)
+        value = tensor.new_zeros(shape) if given is None else given.to(tensor).clone()
         taps[node.label] = value.requires_grad_()
         spread[node.label] = taps[node.label].unsqueeze(dim).expand_as(tensor)
         tapped[node.label] = tensor + spread[node.label]
         return tapped[node.label]
 
     def tap_output(node: Node, tensor: Tensor) -> Tensor:
-        outputs.append((tensor, zero_leaf(tensor)))
+        outputs.append((tensor, output_leaf(tensor, outputs_at, len(outputs))))
         return tensor + outputs[-1][1]
 
-    finder, operations = OutputFinder(), EfficientOperations(loss_only=efficient == "loss")
+    finder, operations = OutputFinder(outputs_at), EfficientOperations(loss_only=efficient == "loss")
     with ExitStack() as stack:
         # the later a hook is prepended, the earlier it runs: a node that is the output is tapped as a node first
         for node in output or ():
@@ -98,7 +101,9 @@ def tapped_forward(
             stack.enter_context(finder)  # inside the other: it sees and replays the user's calls
         loss = run()
     if operations.loss_differentiates or operations.stale:
-        return tapped_forward(nodes, run, batch_dim=batch_dim, output=output, at=at, efficient=False)
+        return tapped_forward(
+            nodes, run, batch_dim=batch_dim, output=output, at=at, outputs_at=outputs_at, efficient=False
+        )
     missing = [node.label for node in nodes if node.label not in taps]
     if missing:
         raise LossError(f"the forward pass is not repeatable: {', '.join(missing)} ran once and not the second time")

@@ -31,6 +31,7 @@ from curvmon.isolation.patches import (
     patched,
 )
 from curvmon.isolation.reachable_objects import Reachable, reachable
+from curvmon.isolation.sharding import refuse_sharded
 
 
 @contextmanager
@@ -139,6 +140,7 @@ def isolated(
         stack = opened.contexts
         held = reachable(model, loss)  # under the lock, or it would see the copies of another thread's measurement
         modules = held.modules
+        refuse_sharded(modules)
         devices = {p.device.type for module in modules for p in module.parameters(recurse=False)} | {"cpu"}
         # In Trainer.validate hooks run in inference mode: "Inference tensors cannot be saved for backward".
         stack.enter_context(torch.inference_mode(False))

@@ -17,8 +17,8 @@ STEP_RATIO = ScalarMetric(
     title="step ratio",
     key="curvmon/step_ratio",
     read=_nothing,
-    meaning="curvature along the optimizer's own steps over twice their gain: the share of the critical learning rate "
-    "that is used",
+    meaning="curvature along the optimizer's own steps over twice their gain: to second order, the share of the "
+    "critical learning rate that is used",
     good="about 0.05 to 0.5, and steady",
     bad="twice its usual value; from 1 on, a step does not lower the loss of its own batch",
     action="lower the learning rate below half of the critical one, use a longer warm-up",
@@ -29,7 +29,7 @@ CRITICAL_LR = ScalarMetric(
     title="critical learning rate",
     key="curvmon/critical_lr",
     read=_nothing,
-    meaning="the learning rate at which the step ratio would be 1",
+    meaning="the learning rate at which a step would leave the loss of its own batch as it is, measured",
     good="two to twenty times the learning rate",
     bad="it falls towards the learning rate",
     action="keep the learning rate below half of it",

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from curvmon.errors import DivergedError
+from curvmon.errors import DifferencesError, DivergedError
 from curvmon.metrics.mean_curvature import combined
 from curvmon.monitor.batch_samples import first_samples, halves, sample_count
 from curvmon.monitor.fallbacks import is_out_of_memory
 from curvmon.monitor.settings import Settings
-from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
+from curvmon.operators.gradient_differences import DifferenceOperator
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.pairs.estimator import FOR_NORMS
 from curvmon.pairs.measure import run_measurement

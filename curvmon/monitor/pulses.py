@@ -24,6 +24,7 @@ from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulse_schedule import PulseSchedule
 from curvmon.monitor.pulse_taker import LEAST, PulseTaker, TakenPulse
 from curvmon.monitor.target import Target
+from curvmon.pulse import mean_pulse
 from curvmon.records import PulseRecord
 from curvmon.records.pulses import most_concentrated
 from curvmon.records.thinning import thinned
@@ -153,14 +154,15 @@ class Pulses:
                 self._schedule.failed()
             return None
         self._failures = self._without_move = 0
-        pulses = [outcome.pulse for outcome in taken]
+        pulse = mean_pulse([outcome.pulse for outcome in taken])
         if self._schedule.is_starting:
             self.budget.starting_pulses += seconds
         record = replace(
             record,
-            gain=_mean([pulse.gain for pulse in pulses]),
-            curvature=_mean([pulse.curvature for pulse in pulses]),
-            loss=_mean([pulse.loss for pulse in pulses]),
+            gain=pulse.gain,
+            curvature=pulse.curvature,
+            loss=pulse.loss,
+            critical=pulse.critical,
             attention=most_concentrated([outcome.attention for outcome in taken]),
         )
         with self.budget.taking_pulse():
@@ -238,7 +240,3 @@ class Pulses:
 def _wait_for(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -11,11 +11,12 @@ Vectors are lists of tensors in the shapes of the parameters, with one more dime
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from curvmon.errors import InputError
+from curvmon.errors import DoubleBackwardError, InputError
 from curvmon.graph.autograd import bypassed, custom_functions, differentiate, product
 from curvmon.graph.linear_layers import used_once
 from curvmon.graph.loss_curvature import Layout
@@ -85,6 +86,24 @@ class BatchGraph:
         with self._graph.operations.cotangents_only():
             tangents = product(self._gradients, curved, z, batched)
         return self._pulled_back(z, curved, tangents, batched)
+
+    @cached_property
+    def loss_differentiates_twice(self) -> bool:
+        """S has products: the loss itself, apart from the network, can be differentiated twice."""
+        try:
+            custom_functions(self._cotangents)  # raises for one that hides that it has no second derivative
+            product(self._cotangents, self._graph.output_taps, [c.detach() for c in self._cotangents])
+        except DoubleBackwardError:
+            return False
+        return True
+
+    def pullback_of_slopes(self, shifted: Sequence[Tensor | None], scale: Tensor) -> list[Tensor]:
+        """J^T (c' - c) scale: J^T S u for the cotangents c' = c + S u / scale of other outputs."""
+        cotangents = [
+            torch.zeros_like(before) if after is None else (after - before.detach()).mul_(scale)
+            for after, before in zip(shifted, self._cotangents)
+        ]
+        return product(self._graph.outputs, self._parameters, cotangents)
 
     def outputs(self) -> list[Tensor]:
         return [output.detach() for output in self._graph.outputs]

@@ -22,6 +22,7 @@ from curvmon.operators.session import Session
 STEPS = 1e-7, 1e-5
 """step sizes relative to the activations; the better one counts: the other may cross a kink or suffer from rounding"""
 TOLERANCE = 1e-3
+WRONG = "suspect: a Hessian-vector product is off by"
 
 
 def check_in_double_precision(
@@ -55,7 +56,7 @@ def check_custom_functions(session: Session) -> list[str]:
     if off <= TOLERANCE:
         return [f"custom autograd functions between nodes and loss ({names}): agree with finite differences"]
     return [
-        f"suspect: a Hessian-vector product is off by {off:.1g} of its size against finite differences; a custom "
+        f"{WRONG} {off:.1g} of its size against finite differences; a custom "
         f"autograd function ({names}) does not have the second derivative of what it computes (a "
         f"straight-through estimator never has); save tensors with save_for_backward, and use differentiable "
         f"operations in its backward"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvmon.errors import CurvmonError, DoubleBackwardError, LossError
+from curvmon.errors import DifferencesError, DoubleBackwardError, LossError
 from curvmon.graph.autograd import differentiate
 from curvmon.graph.fixed_pieces import ChangedCallsError, FixedPieces
 from curvmon.graph.linear_layers import LayeredGraph
@@ -32,6 +32,7 @@ from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.isolation.fused_attention import fused_attention
 from curvmon.numerics import norms
 from curvmon.operators.batch_graph import BatchGraph
+from curvmon.operators.derivative import Way
 from curvmon.operators.parameter_hessian import Build, GraphImage, ParameterOperator
 from curvmon.operators.protocol import by_columns
 
@@ -45,18 +46,6 @@ MOST_STEPS = 3
 """step sizes that are tried"""
 FACTOR = 4.0
 """between the first two of them"""
-
-
-class DifferencesError(CurvmonError):
-    """Differences of gradients are not exact enough here; the message says why.
-
-    Attributes:
-        lasts: they never will be, for this network.
-    """
-
-    def __init__(self, message: str, *, lasts: bool) -> None:
-        super().__init__(message)
-        self.lasts = lasts
 
 
 class DifferenceOperator(ParameterOperator):
@@ -132,9 +121,14 @@ class DifferenceOperator(ParameterOperator):
 
     def _block(self, rows: Sequence[int], columns: Sequence[int], z: Tensor) -> Tensor:
         whole = range(len(self.sizes))
-        if len(rows) != len(whole) or len(columns) != len(whole):
-            raise NotImplementedError("blocks of the Hessian need second derivatives")
-        return by_columns(self._difference, z)
+        if len(columns) != len(whole):
+            given = dict(zip(columns, torch.split(z, [self.sizes[i] for i in columns])))
+            z = torch.cat([given.get(i, z.new_zeros(self.sizes[i], z.shape[1])) for i in whole])
+        image = by_columns(self._difference, z)
+        if len(rows) == len(whole):
+            return image
+        parts = torch.split(image, self.sizes)
+        return torch.cat([parts[i] for i in rows])
 
     def _ggn(self, z: Tensor) -> Tensor:
         return by_columns(self._ggn_difference, z)
@@ -226,10 +220,17 @@ class DifferenceOperator(ParameterOperator):
         size, step = _length(z), self.first_step if self.step is None else self.step
         total = torch.zeros_like(z)
         for index, (weight, graph) in enumerate(self._graphs()):
-            with self._shifted(z, step / size):
-                outputs = self._outputs(index)
-            tangents = [(after - before).mul_(size / step) for after, before in zip(outputs, graph.outputs())]
-            total.add_(self._joined(graph.curved_pullback(tangents)), alpha=weight)
+            if graph.loss_differentiates_twice:
+                with self._shifted(z, step / size):
+                    outputs = self._outputs(index)
+                tangents = [(after - before).mul_(size / step) for after, before in zip(outputs, graph.outputs())]
+                image = graph.curved_pullback(tangents)
+            else:
+                with self._shifted(z, step / size):
+                    shifted = self._shifted_graph(index)
+                    slopes = differentiate([shifted.loss], shifted.output_taps)
+                image = graph.pullback_of_slopes(slopes, size / step)
+            total.add_(self._joined(image), alpha=weight)
         return total
 
     def _gradient_at(self, z: Tensor, step: Tensor) -> Tensor:
@@ -269,6 +270,9 @@ class DifferenceOperator(ParameterOperator):
             raise DifferencesError(text, lasts=True) from error
         finally:
             self._at.copy_(self._original)
+
+
+KINDS: Mapping[Way, type[ParameterOperator]] = {"double": ParameterOperator, "differences": DifferenceOperator}
 
 
 def _length(z: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from curvmon.graph.unsaved import NotSavedError, nothing_saved
 from curvmon.isolation.fused_attention import fused_attention
 from curvmon.isolation.model_state import isolated, own_copy, reseed
 from curvmon.numerics import NOT_FINITE, precise
+from curvmon.operators.loss_crossing import REACH, TOLERANCE, first_crossing
 from curvmon.operators.session import NOISE_SEED, Loss
 
 TARGET = 1e-4
@@ -86,7 +87,6 @@ class LossAlongStep:
     ) -> None:
         self._run = run
         self._parameters = parameters
-        move_copies(parameters, before, originals=after)
         self._ends = [(a.to(p.dtype), b.to(p.dtype)) for p, a, b in zip(parameters, before, after)]
         self._pieces = FixedPieces()
         self._saves = False
@@ -99,17 +99,31 @@ class LossAlongStep:
         return self._pieces.detaches
 
     def value(self, t: float) -> float:
-        """f(t)."""
+        """f(t), on the pieces of t = 0."""
+        return self._value(t, self._loss)
+
+    def crossing(self, gain: float, curvature: float, tolerance: float = TOLERANCE, reach: float = REACH) -> float:
+        """The first t > 0 with f(t) = f(0), across kinks, as `first_crossing` says."""
+
+        def value(t: float) -> float:
+            try:
+                return self._value(t, self._loss_across_kinks)
+            except Exception:  # a loss may refuse parameters that far away, as it does its own NaN
+                return math.inf
+
+        return first_crossing(value, self.loss, gain, curvature, tolerance, reach)
+
+    def _value(self, t: float, loss: Callable[[], Tensor]) -> float:
         self._move_to(t)
         if not self._saves:
             try:
                 with nothing_saved():
-                    return self._loss().item()
+                    return loss().item()
             except NotSavedError:
                 self._saves = True
                 self._pieces = FixedPieces()
                 self._move_to(t)
-        return self._loss().item()
+        return loss().item()
 
     def gain(self) -> float:
         """g^T u from the gradient at θ_before."""
@@ -164,9 +178,12 @@ class LossAlongStep:
 
     def _loss(self) -> Tensor:
         if self._pieces.has_none:
-            with fused_attention():
-                return self._run()
+            return self._loss_across_kinks()
         with fused_attention(), self._watch(), self._pieces():
+            return self._run()
+
+    def _loss_across_kinks(self) -> Tensor:
+        with fused_attention():
             return self._run()
 
     @torch.no_grad()
@@ -193,22 +210,30 @@ def move_copies(copies: Sequence[Tensor], to: Sequence[Tensor], *, originals: Se
 
 @contextmanager
 def open_loss_along_step(
-    model: nn.Module, batch: Any, *, loss: Loss, before: Sequence[Tensor], watch: Watch = nullcontext
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    before: Sequence[Tensor],
+    after: Sequence[Tensor] | None = None,
+    watch: Watch = nullcontext,
 ) -> Iterator[LossAlongStep]:
-    """The loss between `before` and the parameters as they are. Modules stay in their modes; no trace is left.
+    """The loss between `before` and `after`. Modules stay in their modes; no trace is left.
 
     Args:
         model: any module.
         batch: whatever `loss` takes.
         loss: of the model and the batch.
         before: θ_before for every trainable parameter, in the order of `model.parameters()`.
+        after: θ_after; None: the parameters as they are.
         watch: a context for the forward pass at θ_before; entered once more where that pass is repeated.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    after = [parameter.detach() for parameter in trainable.values()]
+    originals = [parameter.detach() for parameter in trainable.values()]
     with isolated(model, loss, seed=NOISE_SEED, dtype=None, own_modes=True):
         copies = dict(model.named_parameters())
         working = [copies[name].requires_grad_() for name in trainable]
+        move_copies(working, before, originals=originals)
 
         def run() -> Tensor:
             reseed(NOISE_SEED)
@@ -220,7 +245,7 @@ def open_loss_along_step(
             )
             return value
 
-        along = LossAlongStep(run, working, before, after, watch)
+        along = LossAlongStep(run, working, before, originals if after is None else after, watch)
         if not math.isfinite(along.loss):
             raise DivergedError(f"the loss is {along.loss}{why_not_finite(batch, model)}")
         yield along

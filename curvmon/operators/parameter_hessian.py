@@ -45,6 +45,7 @@ SAME_LOSS = 1e-3
 """Largest relative difference of a loss between two forward passes of the same batch: rounding on a device."""
 SYMMETRIC = 1e-3
 """relative tolerance; rounding is 1e-6 in float32, and a wrong double backward is off by more"""
+NOT_SYMMETRIC = "suspect: Hessian-vector products are not symmetric"
 REPEATABLE = 1e-5
 """up to this relative difference, a model without a state computes the same again"""
 
@@ -201,7 +202,7 @@ class ParameterOperator(SymmetricOperator):
         if asymmetry <= SYMMETRIC:
             return []
         return [
-            f"suspect: Hessian-vector products are not symmetric (by {asymmetry:.2g} of the norm of H): some operation "
+            f"{NOT_SYMMETRIC} (by {asymmetry:.2g} of the norm of H): some operation "
             f"has a wrong double backward, and none of these numbers is reliable"
         ]
 
@@ -337,8 +338,7 @@ def _opened(
 
         shares = shares_of(batches)
         losses = [(share, partial(build, batch)) for share, batch in zip(shares, batches)]
-        originals = list(trainable.values())
-        operator = kind(losses, parameters, originals, layered, isolation.notes, on_product, batched)
+        operator = kind(losses, parameters, list(trainable.values()), layered, isolation.notes, on_product, batched)
         try:
             yield operator
         finally:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor, nn
 from curvmon.errors import DivergedError, LossError, NodeError
 from curvmon.graph.arguments import batch_size, check_arguments, explained, has_dimension, why_not_finite
 from curvmon.graph.autograd import leads_to
-from curvmon.graph.nodes import Call, choose, labelled, record_calls, resolve
+from curvmon.graph.fixed_pieces import FixedPieces
+from curvmon.graph.nodes import Call, Node, choose, labelled, record_calls, resolve
 from curvmon.graph.pytree import map_all_tensors
 from curvmon.graph.taps import TappedGraph, checked_scalar, tapped_forward
+from curvmon.isolation.fused_attention import fused_attention
 from curvmon.isolation.model_state import Isolation, isolated, own_copy, reseed
 from curvmon.isolation.patches import is_view_of
 from curvmon.operators.batching import Batched
+from curvmon.operators.block_differences import BlockDifferences
+from curvmon.operators.derivative import Way
 from curvmon.operators.node_blocks import GraphOperator
 
 Loss = Callable[[Any, Any], Tensor]
@@ -38,7 +43,7 @@ class Session(NamedTuple):
     loss: float
     notes: list[str]
     shifted: Callable[[Mapping[str, Tensor]], TappedGraph]
-    """the same graph at values of the taps other than zero, by node label"""
+    """the same function at values of the taps other than zero, by node label"""
 
 
 @contextmanager
@@ -53,8 +58,12 @@ def open_session(
     dtype: torch.dtype | None,
     efficient: bool = True,
     batched: Batched = "auto",
+    way: Way = "double",
 ) -> Iterator[Session]:
-    """Tap `model` under `loss`. When the context ends, with or without an error, the model is exactly as before."""
+    """Tap `model` under `loss`. When the context ends, with or without an error, the model is exactly as before.
+
+    `efficient`: with operations of curvmon's own, whose second derivatives cost less.
+    """
     wanted = check_arguments(model, loss, nodes, output, batch_dim)
     samples = batch_size(batch, batch_dim)
     with isolated(model, loss, seed=NOISE_SEED, dtype=dtype) as isolation:
@@ -68,16 +77,35 @@ def open_session(
             raise NoCallError("loss(model, batch) did not call the model that was passed, nor any part of it")
         out = None if output is None else labelled(calls, resolve(model, calls, [output], "output"))
 
+        def tapped(nodes: list[Node], pieces: FixedPieces | None, at: Mapping[str, Tensor], *outputs: Tensor) -> Any:
+            with ExitStack() as stack:
+                if pieces is not None:
+                    stack.enter_context(fused_attention())
+                    stack.enter_context(pieces())
+                own = efficient and pieces is None
+                return tapped_forward(
+                    nodes, run, batch_dim=batch_dim, output=out, at=at, outputs_at=outputs, efficient=own
+                )
+
+        pieces: FixedPieces | None = None
+
         def tap(chosen: list[Call]) -> TappedGraph:
-            graph = tapped_forward(labelled(calls, chosen), run, batch_dim=batch_dim, output=out, efficient=efficient)
+            nonlocal pieces
+            pieces = FixedPieces() if way == "differences" else None
+            graph: TappedGraph = tapped(labelled(calls, chosen), pieces, {})
             if not torch.isfinite(graph.loss):
                 raise DivergedError(f"the loss is {graph.loss.item()}{why_not_finite(batch, model)}")
             return graph
 
+        def products(graph: TappedGraph) -> GraphOperator:
+            if pieces is None:
+                return GraphOperator(graph, batched)
+            return BlockDifferences(graph, partial(tapped, graph.nodes, pieces))
+
         if wanted is None:
-            operator, notes = _choose_nodes(model, calls, tap, batched, samples, batch_dim)
+            operator, notes = _choose_nodes(model, calls, tap, products, samples, batch_dim)
         else:
-            operator, notes = GraphOperator(tap(resolve(model, calls, wanted)), batched), []
+            operator, notes = products(tap(resolve(model, calls, wanted))), []
         graph = operator.graph
         notes += [
             *isolation.notes,
@@ -86,7 +114,8 @@ def open_session(
         ]
 
         def shifted(at: Mapping[str, Tensor]) -> TappedGraph:
-            return tapped_forward(graph.nodes, run, batch_dim=batch_dim, output=out, at=at, efficient=efficient)
+            result: TappedGraph = tapped(graph.nodes, None, at)
+            return result
 
         yield Session(operator, tuple(node.label for node in graph.nodes), graph.loss.item(), notes, shifted)
 
@@ -106,7 +135,7 @@ def _choose_nodes(
     model: nn.Module,
     calls: list[Call],
     tap: Callable[[list[Call]], TappedGraph],
-    batched: Batched,
+    products: Callable[[TappedGraph], GraphOperator],
     samples: int | None,
     batch_dim: int,
 ) -> tuple[GraphOperator, list[str]]:
@@ -135,7 +164,7 @@ def _choose_nodes(
             del graph  # it holds all activations
             continue
         try:
-            operator = GraphOperator(graph, batched)
+            operator = products(graph)
         except LossError as error:  # the loss may depend on another part of the model
             unrelated = error
             skipped.update(call.key for call in chosen)

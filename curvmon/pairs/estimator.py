@@ -25,7 +25,7 @@ from curvmon.numerics import gaussian, precise
 from curvmon.operators.node_blocks import BlockOperator
 from curvmon.pairs.gauss_newton import NO_FACTORS, GaussNewtonPart
 from curvmon.pairs.images import Images
-from curvmon.pairs.metric_estimates import Assembler
+from curvmon.pairs.metric_estimates import Assembler, RelativeError, exact_products
 from curvmon.pairs.pair_metrics import Matrices
 from curvmon.pairs.random_probes import RestSamples
 from curvmon.pairs.shared_basis import SharedBasis
@@ -75,7 +75,10 @@ class PairEstimator:
         part: GaussNewtonPart = NO_FACTORS,
         effort: Effort = FOR_ALL_METRICS,
         raise_max_hvps: bool = False,
+        relative_error: RelativeError = exact_products,
     ) -> None:
+        """`relative_error`: of the products; see `GraphOperator`."""
+        self._relative_error = relative_error
         self._operator = operator
         self._names = names
         self._rtol = rtol
@@ -218,7 +221,9 @@ class PairEstimator:
         """With probes until all standard errors are small enough; None once one is `most` times too large."""
         rest = RestSamples(self._images, basis)
         dimensions = [template.numel() for template in self._operator.templates]
-        assembler = Assembler(self._images, basis, rest, self._part, self._names, dimensions, self._eps)
+        assembler = Assembler(
+            self._images, basis, rest, self._part, self._names, dimensions, self._eps, self._relative_error
+        )
         open_nodes = self._open_nodes()
         affordable = (self._limit - self._spent) // max(1, self._hvps_per_column * len(open_nodes))
         wanted = dict.fromkeys(open_nodes, max(MIN_PROBES, min(self._effort.probes, affordable)))

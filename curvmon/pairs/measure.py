@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from curvmon.graph.arguments import check_budget
 from curvmon.graph.autograd import operations
 from curvmon.operators.batching import Batched
-from curvmon.operators.finite_difference_check import check_in_double_precision
+from curvmon.operators.derivative import Derivative, Way, note_that_starts_with, with_fallback
+from curvmon.operators.finite_difference_check import WRONG, check_in_double_precision
 from curvmon.operators.node_blocks import BlockOperator, Products
 from curvmon.operators.session import Loss, open_session
 from curvmon.pairs.estimator import FOR_ALL_METRICS, FOR_NORMS, Estimate, PairEstimator
@@ -34,6 +35,7 @@ def measure(
     max_hvps: int | None = None,
     seed: int = 0,
     batched: Batched = "auto",
+    derivative: Derivative = "auto",
 ) -> Measurement:
     """Resonance, coupling, stable rank and GN-Gap of all pairs of layers, each with a standard error.
 
@@ -61,6 +63,10 @@ def measure(
         seed: seed of the probes; the same seed gives the same numbers. The model's own noise is always the same.
         batched: whether several HVPs are computed in one launch, which takes more memory. "auto": on accelerators, and
             on a CPU for small networks without convolutions.
+        derivative: "double": differentiate the gradient. "differences": central differences of gradients, for
+            operations that cannot be differentiated twice; of two step sizes, whose difference is part of the standard
+            errors. Four forward and backward passes for an HVP. "auto": the first where it works, else the second;
+            a note names the operation.
 
     Raises:
         InputError: an argument makes no sense, or `max_hvps` is too small.
@@ -68,7 +74,9 @@ def measure(
         LossError: the loss does not depend on the nodes, or is not a scalar tensor.
         DivergedError: the loss is not finite.
         NonFiniteError: an HVP is not finite although the loss is.
-        DoubleBackwardError: an operation between the nodes and the loss cannot be differentiated twice.
+        DifferencesError: with "differences", the two step sizes disagree.
+        DoubleBackwardError: an operation between the nodes and the loss cannot be differentiated twice, nor do
+            differences replace that: the two step sizes disagree, which kinks make them do.
 
     Example:
         >>> import torch, curvmon
@@ -92,6 +100,7 @@ def measure(
         max_hvps=max_hvps,
         seed=seed,
         batched=batched,
+        derivative=derivative,
     )
 
 
@@ -107,6 +116,7 @@ def run_measurement(
     max_hvps: int | None,
     seed: int,
     batched: Batched = "auto",
+    derivative: Derivative = "auto",
     few_directions: bool = False,
     raise_max_hvps: bool = False,
     on_product: Callable[[int], None] | None = None,
@@ -121,41 +131,48 @@ def run_measurement(
     open_again = functools.partial(
         open_session, model, batch, loss=loss, nodes=nodes, output=output, batch_dim=batch_dim, batched=batched
     )
-    with open_again(dtype=None) as session:
-        # a different stream from that of the model's own random numbers, which are seeded as well
-        generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
-        graph = session.operator.graph
-        counted = operations([*graph.tapped, graph.loss], taps=[*graph.sample_taps, *graph.output_taps])
-        del graph
-        part = gauss_newton_part(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
-        operator = with_factors(session.operator, part)
-        estimator = PairEstimator(
-            operator if on_product is None else _CountedOperator(operator, on_product),
-            session.names,
-            rtol=rtol,
-            max_hvps=max_hvps,
-            generator=generator,
-            part=part,
-            effort=FOR_NORMS if few_directions else FOR_ALL_METRICS,
-            raise_max_hvps=raise_max_hvps,
+
+    def run(way: Way, why: list[str]) -> Measurement:
+        with open_again(dtype=None, way=way) as session:
+            # a different stream from that of the model's own random numbers, which are seeded as well
+            generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15) % 2**63)
+            graph = session.operator.graph
+            counted = operations([*graph.tapped, graph.loss], taps=[*graph.sample_taps, *graph.output_taps])
+            del graph
+            part = gauss_newton_part(session.operator, batch_dim=batch_dim, rtol=rtol, generator=generator)
+            operator = with_factors(session.operator, part)
+            estimator = PairEstimator(
+                operator if on_product is None else _CountedOperator(operator, on_product),
+                session.names,
+                rtol=rtol,
+                max_hvps=max_hvps,
+                generator=generator,
+                part=part,
+                effort=FOR_NORMS if few_directions else FOR_ALL_METRICS,
+                raise_max_hvps=raise_max_hvps,
+                relative_error=session.operator.relative_error,
+            )
+            no_metric = part.rounding == "hessian"
+            estimate = Estimate(undefined(session.names), part.hvps, []) if no_metric else estimator.run()
+        names, value, functions = session.names, session.loss, session.operator.custom_functions
+        notes = [*why, *session.notes, *part.notes]
+        del session, part, operator, estimator  # they hold the graph and the factors; another graph may follow
+        if functions and way == "double":
+            notes += check_in_double_precision(open_again, functions)
+        matrices = estimate.matrices
+        return Measurement(
+            nodes=names,
+            **matrices.values(),
+            stderr=matrices.errors(),
+            loss=value,
+            hvps=estimate.hvps,
+            seconds=time.perf_counter() - start,
+            notes=(*notes, *matrices.notes(), *estimate.notes),
+            operations={name: dict(count) for name, count in zip((*names, AFTER_LAST_NODE), counted)},
         )
-        estimate = Estimate(undefined(session.names), part.hvps, []) if part.rounding == "hessian" else estimator.run()
-    names, value, functions = session.names, session.loss, session.operator.custom_functions
-    notes = [*session.notes, *part.notes]
-    del session, part, operator, estimator  # they hold the graph and the factors; another graph may follow
-    if functions:
-        notes += check_in_double_precision(open_again, functions)
-    matrices = estimate.matrices
-    return Measurement(
-        nodes=names,
-        **matrices.values(),
-        stderr=matrices.errors(),
-        loss=value,
-        hvps=estimate.hvps,
-        seconds=time.perf_counter() - start,
-        notes=(*notes, *matrices.notes(), *estimate.notes),
-        operations={name: dict(count) for name, count in zip((*names, AFTER_LAST_NODE), counted)},
-    )
+
+    measurement: Measurement = with_fallback(run, derivative, note_that_starts_with(WRONG))
+    return measurement
 
 
 class _CountedOperator:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from curvmon.errors import DifferencesError
 from curvmon.operators.node_blocks import Part
 from curvmon.pairs.gauss_newton import GaussNewtonPart
 from curvmon.pairs.gauss_newton_factors import OutsideFactors
@@ -18,6 +19,17 @@ from curvmon.pairs.random_probes import RestSamples, Term
 from curvmon.pairs.shared_basis import PARTS, PartNorms, SharedBasis
 from curvmon.pairs.spectral_norm import SpectralNorm
 from curvmon.records import Metric
+
+RelativeError = Callable[[int, int, float, float, float], float]
+"""of products with H[v, w], from v, w and the norms of H, T and GN"""
+LARGEST_ERROR = 0.1
+"""of products with a diagonal block, above which they are not products with a Hessian"""
+NEGLIGIBLE = 1e-3
+"""share of the largest block, below which its products may have any error"""
+
+
+def exact_products(v: int, w: int, hessian: float, remainder: float, gauss_newton: float) -> float:
+    return 0.0
 
 
 class RestEstimate(NamedTuple):
@@ -44,7 +56,10 @@ class Assembler:
         names: tuple[str, ...],
         dimensions: Sequence[int],
         eps: float,
+        relative_error: RelativeError = exact_products,
     ) -> None:
+        self._relative_error = relative_error
+        self._errors_of_products: dict[tuple[int, int], float] = {}
         self._images = images
         self._dimensions = dimensions
         self._basis = basis
@@ -99,12 +114,29 @@ class Assembler:
             self._spectral_norms = dict(zip(self._blocks, extended.spectral_norms(list(self._blocks)).norms))
         matrices = Matrices(self._names)
         norms = {(v, w): self._norms(v, w) for v, w in self._pairs}
+        self._errors_of_products = {pair: self._error_of_products(*pair, norms[pair]) for pair in self._blocks}
+        self._check_products(norms)
         for (v, w), pair in norms.items():
             own = norms[v, v].hessian, norms[w, w].hessian
             matrices.put_metrics(v, w, metrics_of_norms(pair, *own, self._eps, diagonal=v == w), pair)
             for metric, error in self._errors(v, w, pair, *own).items():
                 matrices.put_error(metric, v, w, error)
         return matrices
+
+    def _error_of_products(self, v: int, w: int, norms: Norms) -> float:
+        hessian, gauss_newton, remainder = (math.sqrt(max(x, 0.0)) for x in norms[:3])
+        return self._relative_error(v, w, hessian, remainder, gauss_newton)
+
+    def _check_products(self, norms: Mapping[tuple[int, int], Norms]) -> None:
+        """Raises `DifferencesError` where products with diagonal blocks are not what a Hessian gives."""
+        least = NEGLIGIBLE**2 * max((norms[v, w].hessian for v, w in self._blocks if v == w), default=0.0)
+        errors = {v: e for (v, w), e in self._errors_of_products.items() if v == w and norms[v, v].hessian > least}
+        v = max(errors, key=lambda node: errors[node], default=None)
+        if v is not None and errors[v] > LARGEST_ERROR:
+            raise DifferencesError(
+                f"at {self._names[v]}, differences of gradients over two step sizes disagree by {errors[v]:.0%}: the "
+                f"loss has kinks or jumps there, or rounding hides its curvature"
+            )
 
     def _norms(self, v: int, w: int) -> Norms:
         if self._part.gives_hessian(v, w):
@@ -202,10 +234,15 @@ class Assembler:
         return errors
 
     def _rounding(self, v: int, w: int) -> float:
-        """Relative rounding error: from the dimensions, and as observed in the asymmetry of the blocks."""
+        """Relative rounding error: from the dimensions, and as observed in the asymmetry of the blocks.
+
+        Or of their products, where these are differences.
+        """
         size = max(self._dimensions[v], self._dimensions[w])
         if self._part.gives_hessian(v, w) and self._part.factors is not None:
             # the product of nearly orthogonal factors suffers from cancellation
             return (4 + math.sqrt(size)) * self._eps * math.sqrt(self._part.factors.orthogonality(v, w))
-        asymmetries = [self._asymmetries.get(pair, 0.0) for pair in {(v, v), (v, w), (w, w)}]
-        return max((4 + math.sqrt(size)) * self._eps, *asymmetries, 0.0)
+        pairs = {(v, v), (v, w), (w, w)}
+        asymmetries = [self._asymmetries.get(pair, 0.0) for pair in pairs]
+        differences = [self._errors_of_products.get(pair, 0.0) for pair in pairs]
+        return max((4 + math.sqrt(size)) * self._eps, *asymmetries, *differences)

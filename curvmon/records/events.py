@@ -33,6 +33,8 @@ class Alert:
         suggestion: what to do next; one sentence.
         level: "info" for a notice, "warning" or "error" for an alert.
         others: further pairs or quantities that the same event changed, most affected first.
+        causes: what may have caused it, and how probable each is; the most probable first.
+        places: modules where it may have happened, and how probable each is; none without a particular place.
     """
 
     kind: str
@@ -48,6 +50,8 @@ class Alert:
     suggestion: str = ""
     level: Level = "warning"
     others: tuple[str, ...] = ()
+    causes: tuple[tuple[str, float], ...] = ()
+    places: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         # names of modules and parameters may have any characters: one line stays one line, in a terminal, too
@@ -66,11 +70,13 @@ class Alert:
         return (*(f"- {point}" for point in self.evidence), *([self.suggestion] if self.suggestion else []))
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "evidence": list(self.evidence), "others": list(self.others)}
+        lists = {name: [list(each) for each in getattr(self, name)] for name in ("causes", "places")}
+        return {**asdict(self), "evidence": list(self.evidence), "others": list(self.others), **lists}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Alert:
-        return cls(**{**state, "evidence": tuple(state["evidence"]), "others": tuple(state["others"])})
+        pairs = {name: tuple((each, share) for each, share in state.get(name, ())) for name in ("causes", "places")}
+        return cls(**{**state, "evidence": tuple(state["evidence"]), "others": tuple(state["others"]), **pairs})
 
     def __str__(self) -> str:
         return self.message

@@ -36,7 +36,10 @@ class PulseRecord:
         learning_rate: of the step; the largest of all parameter groups.
         loss: of the batch, before the step.
         step_ratio: the mean curvature of the last pulses over twice their mean gain; NaN before there are enough.
-        critical_lr: learning rate / `step_ratio`.
+        critical_lr: the learning rate at which a step would leave the loss of its batch as it is, a mean over pulses;
+            infinite where none is known, 0 where steps go uphill.
+        critical: how many times longer this step would have to be for that, measured in one of three pulses, and NaN in
+            the others; infinite where it is not reached near 1 / `ratio`.
         attention: the attentions of the forward pass before the step, in the order of their calls.
     """
 
@@ -48,6 +51,7 @@ class PulseRecord:
     loss: float = math.nan
     step_ratio: float = math.nan
     critical_lr: float = math.nan
+    critical: float = math.nan
     attention: tuple[AttentionSigns, ...] = ()
 
     @property

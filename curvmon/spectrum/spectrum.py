@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from curvmon.graph.arguments import check_budget, check_integer
 from curvmon.isolation.freed_memory import return_freed_memory
 from curvmon.numerics import norm
 from curvmon.operators.batching import Batched, check_batched
-from curvmon.operators.gradient_differences import DifferenceOperator
-from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
+from curvmon.operators.derivative import Derivative, Way, note_that_starts_with, with_fallback
+from curvmon.operators.gradient_differences import KINDS, DifferenceOperator
+from curvmon.operators.parameter_hessian import NOT_SYMMETRIC, ParameterOperator, open_parameters
 from curvmon.operators.session import Loss
 from curvmon.records import Spectrum
 from curvmon.spectrum.eigenvalue_search import TRACE_PROBES, Accuracy, Eigenpairs, EigenvalueSearch
@@ -25,6 +27,9 @@ from curvmon.spectrum.parameter_groups import Groups, group_spectrum, off_diagon
 from curvmon.spectrum.search_start import starting_vectors
 from curvmon.spectrum.stability_limit import stability_limit
 from curvmon.spectrum.trace import FULL, Effort, LayerwiseError, TraceAndStart, layerwise_trace
+
+DIFFERENCES_RTOL = 0.05
+"""relative residual that differences can reach: five times the error of a product, and more for small eigenvalues"""
 
 
 def spectrum(
@@ -46,6 +51,7 @@ def spectrum(
     verify: bool = True,
     smallest: bool = True,
     batched: Batched = "auto",
+    derivative: Derivative = "auto",
     on_product: Callable[[int], None] | None = None,
 ) -> Spectrum:
     """The k largest eigenvalues of H = d²L/dθ² and the smallest one, its trace, and the top Gauss-Newton eigenvalue.
@@ -88,13 +94,18 @@ def spectrum(
         smallest: continue until the smallest eigenvalue has converged, too; otherwise it is the estimate at that point.
         batched: several HVPs in one launch (True), one by one (False), or "auto": several on accelerators. Then the
             search starts with several vectors and takes more HVPs, in fewer launches.
+        derivative: "double": differentiate the gradient. "differences": differences of gradients, for operations that
+            cannot be differentiated twice; their error, a few thousandths of an HVP, is part of the residuals. "auto":
+            the first where it works, else the second; a note names the operation.
         on_product: called with the number of HVPs as they are made, for a progress bar.
 
     Raises:
         InputError: if an argument makes no sense.
         LossError: if the loss does not depend on the parameters, or is not deterministic.
         DivergedError: if the loss is not finite.
-        DoubleBackwardError: if an operation of the loss cannot be differentiated twice.
+        DifferencesError: with "differences", if they are not exact enough.
+        DoubleBackwardError: if an operation of the loss cannot be differentiated twice, nor do differences replace
+            that: they are not exact enough, or gradients jump at kinks.
         NonFiniteError: if an HVP is not finite although the loss is.
 
     Example:
@@ -111,27 +122,35 @@ def spectrum(
         check_integer(name, value)
         if value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
-    return run_spectrum(
-        model,
-        [batch, *more_batches],
-        loss=loss,
-        k=k,
-        ggn=ggn,
-        trace=trace,
-        density=density,
-        start=start,
-        seed=seed,
-        optimizer=optimizer,
-        groups=groups,
-        accuracy=Accuracy.uniform(rtol),
-        max_hvps=max_hvps,
-        verify=verify,
-        smallest=smallest,
-        effort=FULL,
-        findings=Findings(),
-        batched=batched,
-        on_product=on_product,
-    )
+
+    def run(way: Way, why: list[str]) -> Spectrum:
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad] if why else []
+        result = run_spectrum(
+            model,
+            [batch, *more_batches],
+            loss=loss,
+            k=k,
+            ggn=ggn,
+            trace=trace,
+            density=density,
+            start=start,
+            seed=seed,
+            optimizer=optimizer,
+            groups=groups,
+            accuracy=Accuracy.uniform(rtol if way == "double" else max(rtol, DIFFERENCES_RTOL)),
+            max_hvps=max_hvps,
+            verify=verify,
+            smallest=smallest,
+            effort=FULL,
+            findings=Findings(trained, verdict="" if why else None),  # nothing to compare differences with
+            batched=batched,
+            kind=KINDS[way],
+            on_product=on_product,
+        )
+        return replace(result, notes=(*why, *result.notes))
+
+    result: Spectrum = with_fallback(run, derivative, note_that_starts_with(NOT_SYMMETRIC))
+    return result
 
 
 def run_spectrum(

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from curvmon.errors import DifferencesError
 from curvmon.numerics import normalized
-from curvmon.operators.gradient_differences import DifferenceOperator, DifferencesError
+from curvmon.operators.gradient_differences import DifferenceOperator
 from curvmon.operators.parameter_hessian import ParameterOperator, open_parameters
 from curvmon.spectrum.eigenvalue_search import Accuracy, EigenvalueSearch
 from curvmon.spectrum.findings import Findings

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -244,6 +245,54 @@ def test_the_ratio_follows_the_learning_rate_without_delay() -> None:
     assert detector.usual_range() == (pytest.approx(0.2), pytest.approx(0.2))
 
 
+def measured(records: Sequence[PulseRecord], correction: float) -> list[PulseRecord]:
+    """Every third has a crossing, so many times further away than on a quadratic."""
+    return [r if i % 3 else replace(r, critical=correction / r.ratio) for i, r in enumerate(records)]
+
+
+@pytest.mark.parametrize("correction", [0.4, 2.5])
+def test_crossings_correct_the_critical_rate_and_not_what_is_reported(correction: float) -> None:
+    records = pulses([1.0] * 150 + [1.03**i for i in range(100)], proportional(0.1))
+    plain, detector = InstabilityDetector(), InstabilityDetector()
+    expected, events = reported(records, plain), reported(measured(records, correction), detector)
+    same = ("kind", "step_ratio", "usual", "learning_rate", "cause", "factor")
+    assert [at for at, _ in events] == [at for at, _ in expected] != []
+    assert [[getattr(e, name) for name in same] for _, e in events] == [
+        [getattr(e, name) for name in same] for _, e in expected
+    ]
+    assert detector.step_ratio == plain.step_ratio
+    assert detector.critical_lr == pytest.approx(correction * plain.critical_lr, rel=1e-6)
+    (_, event), (_, uncorrected) = events[0], expected[0]
+    assert event.suggested_lr <= uncorrected.suggested_lr and event.suggested_lr <= HALF * event.critical_lr
+
+
+def test_a_smaller_critical_rate_is_what_a_warning_goes_by() -> None:
+    """Steps raise the loss from a ratio of 0.1 on already: to go back to the usual ratio would not be enough."""
+    records = pulses([1.0] * 300, lambda i, rate: 0.5 * 1.03 ** max(0, i - 150), 0.1)
+    (_, plain), *_ = reported(records)
+    (_, event), *_ = reported(measured(records, 0.1))
+    assert event.critical_lr < 0.2 * event.learning_rate / event.step_ratio
+    assert event.suggested_lr == pytest.approx(HALF * event.critical_lr) and event.suggested_lr < plain.suggested_lr / 2
+    (_, larger), *_ = reported(measured(records, 10.0))
+    assert larger.suggested_lr == min(
+        larger.learning_rate / factor for factor in (2 * larger.step_ratio, larger.factor)
+    )
+
+
+def test_between_pulses_the_ratio_is_quadratic_whatever_crossings_say() -> None:
+    detector = InstabilityDetector()
+    reported(measured(pulses([1.0] * 60, proportional(0.2), 0.0), 3.0), detector)
+    detector.advance(121, 1.1)
+    assert detector.step_ratio == pytest.approx(0.22) and detector.critical_lr == pytest.approx(15)
+
+
+def test_the_critical_rate_is_zero_where_steps_go_uphill() -> None:
+    detector = InstabilityDetector()
+    records = measured(pulses([1.0] * 40, proportional(0.2), 0.1), 2.0)
+    reported([*records, *(replace(r, gain=-r.gain, critical=math.nan) for r in records)], detector)
+    assert detector.step_ratio == math.inf and detector.critical_lr == 0
+
+
 def test_an_unknown_learning_rate_leaves_the_ratio() -> None:
     detector = InstabilityDetector()
     records = pulses([1.0] * 300, lambda i, rate: 0.1 if i < 200 else 3.0, 0.2)
@@ -254,7 +303,7 @@ def test_an_unknown_learning_rate_leaves_the_ratio() -> None:
 
 @pytest.mark.parametrize("at", [0, 3, 90, 149, 160, 180])
 def test_a_restored_detector_goes_on_as_if_nothing_had_happened(at: int) -> None:
-    records = pulses([1.0] * 150 + [1.02**i for i in range(100)], proportional(0.1))
+    records = measured(pulses([1.0] * 150 + [1.02**i for i in range(100)], proportional(0.1)), 1.5)
     detector = InstabilityDetector()
     reported(records[:at], detector)
     state = detector.state_dict()

@@ -42,6 +42,13 @@ def test_the_critical_learning_rate_is_evidence() -> None:
     assert alert.evidence[-1].endswith("learning rate 0.02, critical learning rate 0.0133")
 
 
+@pytest.mark.parametrize(("measured", "shown"), [(0.005, "0.005"), (0.5, "0.0133"), (math.nan, "0.0133")])
+def test_the_smaller_critical_learning_rate_is_evidence(measured: float, shown: str) -> None:
+    """Learning rate / step ratio, or the measured one."""
+    alert = alert_of_instability(WARNING._replace(critical_lr=measured), 120, 3)
+    assert alert.evidence[-1].endswith(f"critical learning rate {shown}")
+
+
 def test_headroom_is_a_notice() -> None:
     notice = alert_of_instability(NOTICE, 500, 9)
     assert notice.level == "info" and notice.headline == "The learning rate could be larger: step ratio 0.004, step 500"

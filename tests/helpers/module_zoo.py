@@ -336,7 +336,7 @@ class LSTM(Lit):
 
 
 class SpeechRecogniser(Lit):
-    """CTC has no second derivative: eigenvalues come from differences of gradients."""
+    """CTC has no second derivative: everything comes from differences of gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -832,9 +832,6 @@ PARTLY: dict[str, Declined] = {
     ),
     "images in a list": Declined(
         Detector, PICTURES, "pairs of layers are not measured in this run: NodeError: no module", collate=as_lists
-    ),
-    "CTC": Declined(
-        SpeechRecogniser, FRAMES, "pairs of layers are not measured in this run: DoubleBackwardError: ctc_loss"
     ),
 }
 """pairs of layers or eigenvalues, but not both"""

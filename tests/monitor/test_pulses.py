@@ -16,14 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvmon
+from curvmon.alerts.critical_rate import CriticalRate
 from curvmon.graph import attention_statistics
 from curvmon.monitor import pulse_taker
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulse_schedule import SHORTEST, SOON, START, PulseSchedule
+from curvmon.monitor.pulse_taker import CLOSE, CROSSING_EVERY
 from curvmon.monitor.pulses import Pulses
 from curvmon.monitor.target import Target
 from curvmon.operators import loss_differences
+from curvmon.operators.loss_crossing import MOST_TRIES
 from curvmon.records import PulseRecord
 from tests.helpers.fake_clock import FakeClock
 
@@ -119,8 +122,10 @@ def test_records_are_the_pulses_of_their_steps(name: str) -> None:
     for record in loop.pulses.records:
         agrees(record, loop, data[record.step - 1])
         assert record.learning_rate == 0.1
-    last = loop.pulses.records[-1]
-    assert last.critical_lr == pytest.approx(0.1 / last.step_ratio)
+    smoothed = CriticalRate()
+    for record in loop.pulses.records:
+        smoothed.update(0.1, record.gain, record.curvature, record.critical)
+    assert loop.pulses.records[-1].critical_lr == smoothed.value > 0
     assert loop.warnings == []
 
 
@@ -211,6 +216,43 @@ def test_a_step_that_does_not_move_is_no_pulse() -> None:
         loop.optimizer.param_groups[0].update(lr=rate, momentum=0.0)
         loop.run([batch])
     assert len(loop.pulses.records) == 1 and loop.pulses._schedule._last == 4
+
+
+# ---- crossings ----
+
+
+def test_one_in_three_pulses_finds_its_crossing_with_few_forward_passes() -> None:
+    passes = []
+
+    def counted(model: Any, batch: Any) -> Tensor:
+        passes.append(1)
+        return loss(model, batch)
+
+    loop, data, taken, exact = Loop(every=1, loss=counted), batches(30), [], []
+    for batch in data:
+        passes.clear()
+        loop.run([batch], loss=loss)
+        taken.append(len(passes))
+        exact.append(curvmon.pulse(loop.befores[1], batch, loss=loss, step=loop.steps[1], critical=True))
+    records, looks = loop.pulses.records, [i % CROSSING_EVERY == 0 for i in range(30)]
+    assert [not math.isnan(record.critical) for record in records] == looks
+    assert {count for count, look in zip(taken[2:], looks[2:]) if not look} == {3}
+    more = [count - 3 for count, look in zip(taken[2:], looks[2:]) if look]
+    assert min(more) >= 1 and sum(more) / len(more) <= 3 and max(more) <= MOST_TRIES
+    for record, pulse in list(zip(records, exact))[::CROSSING_EVERY]:
+        assert abs(math.log(record.critical / pulse.critical)) < CLOSE
+
+
+def test_of_quadratic_losses_the_critical_rate_is_exact() -> None:
+    """In float64, along a direction that stays the same: 2 / curvature, at every pulse."""
+
+    def bowl(model: Any, batch: Any) -> Tensor:
+        return model.weight.square().sum() + 0 * batch[0].sum()
+
+    loop = Loop(1, nn.Linear(3, 1, bias=False).double(), bowl, lambda p: torch.optim.SGD(p, lr=0.1)).run(batches(10))
+    for record in loop.pulses.records[3:]:
+        assert record.step_ratio == pytest.approx(0.1, rel=1e-5) and record.critical_lr == pytest.approx(1.0, rel=1e-5)
+    assert [record.critical for record in loop.pulses.records[::3]] == pytest.approx([10.0] * 4, rel=1e-5)
 
 
 # ---- attention ----
@@ -355,6 +397,8 @@ def test_where_losses_do_not_tell_second_derivatives_do(loss: Any, monkeypatch: 
                 loop.befores[record.step], data[record.step - 1], loss=loss, step=loop.steps[record.step]
             )
             assert (record.gain, record.curvature) == pytest.approx((exact.gain, exact.curvature), rel=1e-4, abs=1e-9)
+    has_crossings = any(not math.isnan(record.critical) for record in loop.pulses.records)
+    assert has_crossings == (loss is straight_through)  # its values repeat, those of the other do not
 
 
 class Bags(nn.Module):
@@ -518,8 +562,9 @@ def test_pulses_come_soon_where_one_is_unusual() -> None:
     assert loop.warnings == []
 
 
-def test_the_first_pulses_are_not_those_of_the_whole_run() -> None:
+def test_the_first_pulses_are_not_those_of_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget of full measurements forecasts pulses from those that come at the usual interval."""
+    monkeypatch.setattr(pulse_taker, "CROSSING_EVERY", 10**9)  # three forward passes each
     clock = FakeClock()
 
     def timed(model: Any, batch: Any) -> Tensor:
@@ -557,6 +602,8 @@ def test_state() -> None:
     assert len(second.pulses.records) == len(whole.pulses.records) == 10
     for a, b in zip(second.pulses.records, whole.pulses.records):
         assert a.gain == pytest.approx(b.gain, rel=1e-3) and a.step_ratio == pytest.approx(b.step_ratio, nan_ok=True)
+        assert a.critical == pytest.approx(b.critical, rel=1e-2, nan_ok=True)
+        assert a.critical_lr == pytest.approx(b.critical_lr, rel=1e-2, nan_ok=True)
 
 
 def test_state_that_cannot_be_read_changes_nothing() -> None:

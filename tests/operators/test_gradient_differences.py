@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import curvmon
-from curvmon.errors import InputError
+from curvmon.errors import DifferencesError, InputError
 from curvmon.monitor.pairs_and_spectrum import ACCURACY, measure_spectrum
 from curvmon.monitor.settings import Settings
 from curvmon.operators import gradient_differences
-from curvmon.operators.gradient_differences import SAME, TOLERATED, DifferenceOperator, DifferencesError
+from curvmon.operators.gradient_differences import SAME, TOLERATED, DifferenceOperator
 from curvmon.operators.parameter_hessian import open_parameters
 from curvmon.spectrum.findings import Findings
 from tests.helpers.kernel_counts import KernelCounts

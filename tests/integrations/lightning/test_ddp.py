@@ -22,7 +22,9 @@ from filelock import FileLock
 
 import curvmon
 from curvmon.monitor.pairs_and_spectrum import ACCURACY, measure_pairs
+from curvmon.monitor.pulse_taker import CLOSE, CROSSING_EVERY
 from curvmon.monitor.settings import Settings
+from curvmon.pulse import mean_pulse
 from curvmon.records import METRICS, Measurement
 from tests.helpers.ddp_run import SCENARIOS, Lit
 from tests.helpers.time_limits import PATIENCE
@@ -370,11 +372,16 @@ def test_pulses_are_means_over_the_processes(worlds: Any, scenario: str, every: 
             module = Lit("silu-norm" if scenario == "pulses" else "silu")
             module.load_state_dict(before)
             step = [before[name] - after[name] for name, _ in module.named_parameters()]
-            own.append(curvmon.pulse(module.train(), batch, loss=lambda module, batch: module.loss(batch), step=step))
+            loss = lambda module, batch: module.loss(batch)  # noqa: E731
+            own.append(curvmon.pulse(module.train(), batch, loss=loss, step=step, critical=True))
         assert record["loss"] == pytest.approx(sum(pulse.loss for pulse in own) / 2, rel=1e-5)
         size = max(max(abs(pulse.gain), abs(pulse.curvature)) for pulse in own)
         assert record["gain"] == pytest.approx(sum(pulse.gain for pulse in own) / 2, abs=0.02 * size)
         assert record["curvature"] == pytest.approx(sum(pulse.curvature for pulse in own) / 2, abs=0.02 * size)
+        if i % CROSSING_EVERY == 0:
+            assert abs(math.log(record["critical"] / mean_pulse(own).critical)) < CLOSE
+        else:
+            assert math.isnan(record["critical"])
     for one in ranks:
         assert one["finished"] and one["restored"] and same(one["weights"], one["without"])
 

@@ -19,6 +19,7 @@ from tests.helpers.lightning_runs import QUIET, assert_same, trained
 from tests.helpers.module_zoo import (
     BATCH,
     DECLINED,
+    FRAMES,
     MEASURED,
     PARTLY,
     PROBE,
@@ -28,6 +29,7 @@ from tests.helpers.module_zoo import (
     BagOfWords,
     Case,
     Regression,
+    SpeechRecogniser,
 )
 
 
@@ -127,10 +129,11 @@ def test_the_measurable_part_is_measured(name: str) -> None:
         assert not monitor.history and all(found.converged.all() for found in monitor.spectra)
 
 
-def test_a_layer_without_second_derivative_is_measured() -> None:
+@pytest.mark.parametrize(("kind", "data"), [(BagOfWords, WORDS), (SpeechRecogniser, FRAMES)])
+def test_operations_without_second_derivative_are_measured(kind: type[pl.LightningModule], data: Any) -> None:
     torch.manual_seed(0)
-    module, monitor = BagOfWords(), CurvatureMonitor()
-    assert not trained(module, monitor, (DataLoader(WORDS, BATCH), DataLoader(WORDS, BATCH)), max_epochs=2)
+    module, monitor = kind(), CurvatureMonitor()
+    assert not trained(module, monitor, (DataLoader(data, BATCH), DataLoader(data, BATCH)), max_epochs=2)
     assert len(monitor.history) == len(monitor.spectra) == 3
     assert all(found.converged.all() for found in monitor.spectra)
 

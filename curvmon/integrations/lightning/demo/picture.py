@@ -46,7 +46,7 @@ def _curves(figure: Any, monitor: CurvatureMonitor, accident: tuple[int, int]) -
         for alert in monitor.alerts:
             axis.axvline(alert.step, color=RED, linestyle="--", linewidth=1.5, zorder=1)
     low, high = top.get_ylim()
-    top.set_ylim(low, high * (high / low) ** 0.3)  # room for two remarks above the curve
+    top.set_ylim(low, high * (high / low) ** 0.3)  # space for two remarks above the curve
     remark = {"transform": top.get_xaxis_transform(), "fontsize": 9}
     top.text(accident[0] - 4, 0.85, "learning rate × 100", ha="right", **remark)
     if monitor.alerts:
