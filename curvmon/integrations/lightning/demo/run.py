@@ -111,7 +111,7 @@ def quiet() -> None:
 
 
 def command(name: str) -> str:
-    """Of a program in the folder of this Python, as one would type it: `.venv/bin/tensorboard`, if .venv is not activated."""
+    """Of a program that is installed with this Python, as one would type it: `.venv/bin/tensorboard`."""
     path = Path(sys.executable).with_name(name)
     first = shutil.which(name)
     return name if first is not None and Path(first) == path else os.path.relpath(path)
