@@ -14,13 +14,14 @@ test-fast: $(READY)
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 demo: $(READY)
-	$(BIN)/python -m examples.demo
+	$(BIN)/python -m curvmon demo
 
 docs: $(READY)
 	PYTHONPATH=. $(BIN)/python docs/make_api.py
 
-# the pictures in docs/images that show the demo; needs Chromium
+# the pictures in docs/images that show the demo, and the same run without its accident; needs Chromium
 screenshots: demo
+	$(BIN)/python -m curvmon demo --spike -1 --out runs/demo_healthy
 	$(BIN)/python -m tests.helpers.screenshots
 
 # about half an hour; DATA=cifar10_subset.npz for real images

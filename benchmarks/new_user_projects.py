@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from curvmon.integrations.lightning.demo.network import digits, prepared
 from examples.hugging_face import TextClassifier, passages
-from examples.image_classifier import cifar10, digits, prepared
+from examples.image_classifier import cifar10
 
 
 class Project(NamedTuple):

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.header import machine
 from curvmon import CurvatureMonitor
+from curvmon.integrations.lightning.demo.network import Classifier, ResNet, digits, prepared
 from curvmon.monitor.budget import Budget
-from examples.image_classifier import Classifier, ResNet, digits, prepared
 from tests.helpers.budgets import monitor_with
 
 

@@ -15,6 +15,7 @@ from curvmon.errors import (
     NodeError,
     NonFiniteError,
 )
+from curvmon.monitor.saved_history import load_history
 from curvmon.pairs.exact import exact
 from curvmon.pairs.measure import measure
 from curvmon.pulse import Pulse, pulse
@@ -27,6 +28,7 @@ from curvmon.records import (
     Measurement,
     Pair,
     PulseRecord,
+    RunHistory,
     Spectrum,
 )
 from curvmon.spectrum.spectrum import spectrum
@@ -57,12 +59,14 @@ __all__ = [
     "Pair",
     "Pulse",
     "PulseRecord",
+    "RunHistory",
     "Sensitivity",
     "Spectrum",
     "StabilityLimit",
     "__version__",
     "closed_form",
     "exact",
+    "load_history",
     "measure",
     "operators",
     "pulse",

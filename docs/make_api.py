@@ -33,7 +33,7 @@ MAP = Path(__file__).with_name("architecture.md")
 README = Path(__file__).parents[1] / "README.md"
 PACKAGE = Path(curvmon.__file__).parent
 SECTIONS: dict[str, list[str]] = {
-    "Functions": ["measure", "exact", "spectrum", "stability_limit", "pulse"],
+    "Functions": ["measure", "exact", "spectrum", "stability_limit", "pulse", "load_history"],
     "The monitor": ["CurvatureMonitor", "AlertRules", "ChangeDetector", "Sensitivity"],
     "Records": [
         "Measurement",
@@ -45,6 +45,7 @@ SECTIONS: dict[str, list[str]] = {
         "StabilityLimit",
         "Pulse",
         "PulseRecord",
+        "RunHistory",
         "AttentionSigns",
         "Alert",
     ],

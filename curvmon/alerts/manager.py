@@ -20,6 +20,10 @@ from curvmon.alerts.rules import AlertRules
 from curvmon.alerts.setting_changes import DROPOUT, FORWARD, STATISTICS, SettingChanges, kind_of
 from curvmon.alerts.signature_table import SIGNATURES
 from curvmon.records import Alert, Snapshot
+from curvmon.records.thinning import thinned
+
+MOST_BYTES = 200_000
+"""of alerts and notices in a checkpoint"""
 
 SAME_EVENT = frozenset({"jump", "drift", "loss_explosion", "dead_network", "not_finite", "approaching_instability"})
 """kinds of alerts that a step ratio out of bounds may be another sign of"""
@@ -157,7 +161,7 @@ class AlertManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Lists, dicts, strings and numbers only."""
-        state: dict[str, Any] = {"raised": [alert.to_dict() for alert in self.raised]}
+        state: dict[str, Any] = {"raised": thinned([alert.to_dict() for alert in self.raised], MOST_BYTES)}
         if not self.enabled:
             return state
         return {

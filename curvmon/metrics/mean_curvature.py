@@ -142,6 +142,18 @@ class MeanCurvature(Metric):
             **{f"stderr/{metric}": value for metric, value in spread.items()},
         }
 
+    def plot(self, val: Any = None, ax: Any = None, *, metric: str = "resonance") -> tuple[Any, Any]:
+        """`fig, ax` with a heatmap of the mean, as `Measurement.plot`. Needs matplotlib.
+
+        Args:
+            val: nothing else than what is measured can be plotted: must be None.
+            ax: the heatmap has axes of its own: must be None.
+            metric: name of a pair metric.
+        """
+        if val is not None or ax is not None:
+            raise InputError("MeanCurvature.plot draws its own measurement on its own axes; pass metric=... alone")
+        return self.measurement().plot(metric)
+
     def measurement(self) -> Measurement:
         """`compute` as a `Measurement`, with the mean loss and the total of products and seconds over all processes."""
         n, alone = len(self.nodes), self._is_synced or not self.sync_on_compute

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from curvmon.records import Snapshot
+from curvmon.records.thinning import thinned
+
+MOST_BYTES = 1_200_000
+"""in a checkpoint"""
 
 
 class History:
@@ -40,7 +44,8 @@ class History:
         return next((s.measurement.nodes for s in reversed(self._snapshots) if s.measurement is not None), None)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [snapshot.to_dict() for snapshot in self._snapshots]
+        """The latest snapshots, and every n-th of those before: at most `MOST_BYTES`."""
+        return thinned([snapshot.to_dict() for snapshot in self._snapshots], MOST_BYTES)
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         self._snapshots = [Snapshot.from_dict(entry) for entry in state][-self._size :]

@@ -27,7 +27,10 @@ from curvmon.monitor.target import Target
 from curvmon.pulse import mean_pulse
 from curvmon.records import PulseRecord
 from curvmon.records.pulses import most_concentrated
+from curvmon.records.thinning import thinned
 
+MOST_BYTES = 400_000
+"""of records in a checkpoint"""
 MOST_FAILURES = 3
 """in a row, for reasons that may be transient"""
 _NOT_JUDGED = "the step ratio is not judged: {}; training goes on"
@@ -213,7 +216,7 @@ class Pulses:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "records": [record.to_dict() for record in self.records],
+            "records": thinned([record.to_dict() for record in self.records], MOST_BYTES),
             "schedule": self._schedule.state_dict(),
             "taker": self._taker.state_dict(),
             "detector": self._detector.state_dict(),

@@ -11,6 +11,7 @@ from curvmon.records.measurement import (
     mean_by_distance,
 )
 from curvmon.records.pulses import AttentionSigns, PulseRecord
+from curvmon.records.run_history import RunHistory
 from curvmon.records.spectrum import Density, GroupSpectrum, Spectrum
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Metric",
     "Pair",
     "PulseRecord",
+    "RunHistory",
     "Snapshot",
     "Spectrum",
     "VitalSigns",

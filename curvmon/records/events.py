@@ -176,12 +176,15 @@ class Snapshot:
         return sum(record.hvps for record in records if record is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists, dicts, strings and numbers: what `weights_only` loading of a checkpoint accepts."""
+        """Lists, dicts, strings and numbers: what `weights_only` loading of a checkpoint accepts.
+
+        Without the names of the parameters, which would be most of it and the same every time.
+        """
         return {
             "step": self.step,
             "epoch": self.epoch,
             "measurement": None if self.measurement is None else self.measurement.to_dict(),
-            "spectrum": None if self.spectrum is None else self.spectrum.to_dict(),
+            "spectrum": None if self.spectrum is None else {**self.spectrum.to_dict(), "parameters": []},
             "seconds": self.seconds,
             "overhead": self.overhead,
             "skipped": self.skipped,

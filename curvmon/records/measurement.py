@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from curvmon.records import presentation
 from curvmon.records.formatting import to_matrix, with_error
 
 Metric = Literal["resonance", "coupling", "stable_rank", "gn_gap"]
@@ -121,6 +122,21 @@ class Measurement:
             notes=tuple(state["notes"]),
             operations={},
         )
+
+    def plot(self, metric: str = "resonance") -> tuple[Any, Any]:
+        """`fig, ax` with a heatmap of a pair metric; ax: the cells and the colour bar. Needs matplotlib.
+
+        Args:
+            metric: resonance, coupling, stable_rank, gn_gap, or a metric that was registered.
+        """
+        return presentation.plot(self, metric=metric)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame, one row per pair: row, col, distance, every pair metric and its standard error. Needs pandas."""
+        return presentation.to_pandas(self)
+
+    def _repr_html_(self) -> str:
+        return presentation.to_html(self)
 
     def pairs(self) -> list[Pair]:
         """The pairs on and above the diagonal, in execution order."""

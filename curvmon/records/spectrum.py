@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvmon.records import presentation
 from curvmon.records.formatting import to_matrix, with_error
 
 
@@ -180,6 +181,17 @@ class Spectrum:
     def largest_magnitude(self) -> float:
         """±‖H‖_2: the largest or the smallest eigenvalue, whichever is larger in magnitude."""
         return max(self.sharpness, self.smallest, key=abs)
+
+    def plot(self) -> tuple[Any, Any]:
+        """`fig, ax` with the eigenvalues and their residuals, on the density where there is one. Needs matplotlib."""
+        return presentation.plot(self)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame, one row per eigenvalue: name, eigenvalue, residual, converged. Needs pandas."""
+        return presentation.to_pandas(self)
+
+    def _repr_html_(self) -> str:
+        return presentation.to_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Python lists, dicts, strings and numbers, without the eigenvectors and the density."""

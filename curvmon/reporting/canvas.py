@@ -37,21 +37,36 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
+def pyplot_figure(width: float, height: float) -> Any:
+    """A figure that pyplot knows: a notebook shows it, `plt.show()` opens a window."""
+    from matplotlib import pyplot
+
+    return pyplot.figure(figsize=(width, height), dpi=110)
+
+
+NewFigure = Callable[[float, float], Any]
+"""makes an empty figure, width x height inches"""
+
+
 class KeptFigures:
     """Figures that are drawn on again: making axes, ticks and the layout of their labels takes half of the time.
 
     A copy, and what is read from a pickle, is empty.
+
+    Args:
+        new: makes the figures: `new_figure`, or `pyplot_figure` for a user who draws on them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new: NewFigure = new_figure) -> None:
+        self._new = new
         self._figures: dict[tuple[Any, ...], Any] = {}
 
-    def get(self, kind: str, structure: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def get(self, kind: str, structure: tuple[Any, ...], make: Callable[[NewFigure], Any]) -> Any:
         """The figure of that kind; made again if something else than its data has changed."""
         figure = self._figures.get((kind, structure))
         if figure is None:
             self._figures = {key: other for key, other in self._figures.items() if key[0] != kind}
-            figure = self._figures[kind, structure] = make()
+            figure = self._figures[kind, structure] = make(self._new)
         return figure
 
     def __reduce__(self) -> tuple[type[KeptFigures], tuple[()]]:
@@ -141,8 +156,12 @@ def log_ticks(low: float, high: float) -> tuple[Any, Callable[[float], str]]:
 
 def text_width(figure: Any, text: str, size: float) -> float:
     """Width of a text at a font size, in inches."""
+    from matplotlib.backends.backend_agg import RendererAgg
     from matplotlib.font_manager import FontProperties
 
-    font = FontProperties(size=size)
-    width: float = figure.canvas.get_renderer().get_text_width_height_descent(text, font, False)[0]
+    font, canvas = FontProperties(size=size), figure.canvas
+    # a canvas of pyplot's may be one without pixels (svg, pdf)
+    make: Any = RendererAgg
+    renderer = canvas.get_renderer() if hasattr(canvas, "get_renderer") else make(1, 1, figure.dpi)
+    width: float = renderer.get_text_width_height_descent(text, font, False)[0]
     return width / float(figure.dpi)

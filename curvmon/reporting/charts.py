@@ -51,7 +51,7 @@ def sections() -> dict[str, list[Chart]]:
             "loss": Chart("loss", _headline_keys(get("loss")), own=_LOSS),
             "alerts": Chart("accuracy, alerts so far", _headline_keys(get("alerts")), own=_ACCURACY),
         },
-        SUMMARY: {spec.name: Chart(spec.label, _headline_keys(spec), spec.log_scale) for spec in _headline()},
+        SUMMARY: {spec.name: Chart(spec.label, _headline_keys(spec), spec.log_scale) for spec in headline_metrics()},
         SPECTRUM: {},
         LAYERS: {},
     }
@@ -62,10 +62,16 @@ def sections() -> dict[str, list[Chart]]:
     return {section: list(charts.values()) for section, charts in arranged.items() if charts}
 
 
-def _headline() -> list[MetricSpec]:
+def headline_metrics() -> list[MetricSpec]:
     """Metrics whose numbers are in the headline, but for those in the first section, in their order."""
     specs = [spec for spec in all_metrics() if _headline_keys(spec) and spec.name not in ("loss", "alerts")]
     return sorted(specs, key=lambda spec: ORDER.index(spec.name) if spec.name in ORDER else len(ORDER))
+
+
+def headline_labels() -> dict[str, str]:
+    """What a reader looks at first, key -> label: the loss of the probe batch, then the headline without the cost."""
+    specs = [get("loss"), *(spec for spec in headline_metrics() if spec.name != "overhead")]
+    return {spec.key if isinstance(spec, ScalarMetric) else f"{HEADLINE}{spec.name}": spec.label for spec in specs}
 
 
 def _headline_keys(spec: MetricSpec) -> str:

@@ -19,11 +19,11 @@ from curvmon.metrics.registry import PairMetric, pair_metric, pair_metric_names
 from curvmon.records import Measurement, Snapshot
 from curvmon.reporting.canvas import (
     KeptFigures,
+    NewFigure,
     brief,
     few_ticks,
     log_ticks,
     margins,
-    new_figure,
     short_names,
     text_width,
     without_curves,
@@ -83,11 +83,11 @@ def _frame(axes: Any, nodes: Sequence[str], marked: Sequence[str]) -> None:
                 )
 
 
-def _square(nodes: Sequence[str]) -> Any:
+def _square(nodes: Sequence[str], new: NewFigure) -> Any:
     """A figure with n x n empty cells and a colour bar; `_fit_square` places them."""
     names, footer = short_names(nodes)
     n, size = len(names), _name_size(len(names))
-    figure = new_figure(1, 1)
+    figure = new(1, 1)
     axes, bar = figure.add_axes((0, 0, 1, 1)), figure.add_axes((0, 0, 1, 1))
     # colours first: they are computed for n x n numbers, not for every pixel
     style = {"cmap": "viridis", "aspect": "auto", "interpolation": "nearest", "interpolation_stage": "rgba"}
@@ -195,10 +195,10 @@ def by_distance(
     return figure
 
 
-def _panels(headings: Sequence[str]) -> Any:
+def _panels(headings: Sequence[str], new: NewFigure) -> Any:
     count = len(headings)
     columns, rows = (1, 1) if count == 1 else (2, (count + 1) // 2)
-    figure = new_figure(max(3.8, 2.8 * columns), 0.8 + 2.0 * rows)
+    figure = new(max(3.8, 2.8 * columns), 0.8 + 2.0 * rows)
     margins(figure, left=0.58, right=0.1, bottom=0.5, top=0.75, wspace=0.3, hspace=0.4)
     for place, heading in enumerate(headings):
         axis = figure.add_subplot(rows, columns, place + 1)
@@ -297,8 +297,8 @@ def spectrum_over_time(
     return figure
 
 
-def _curves() -> Any:
-    figure = new_figure(5.4, 4.4)
+def _curves(new: NewFigure) -> Any:
+    figure = new(5.4, 4.4)
     margins(figure, left=0.75, right=0.25, bottom=1.0, top=0.35)
     axis = figure.add_subplot()
     axis.set_xlabel("step")

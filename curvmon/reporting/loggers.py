@@ -6,7 +6,10 @@ optional package is imported before there is a logger that needs it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from curvmon.errors import warn
@@ -28,6 +31,34 @@ def kind_of(logger: Any) -> str:
 def takes_pictures(logger: Any) -> bool:
     """The supported ones, and any with a `log_image` like W&B's. Lightning's DummyLogger has every attribute."""
     return kind_of(logger) != "other" or hasattr(type(logger), "log_image")
+
+
+def run_folder(trainer: Any) -> Path | None:
+    """Where the files of a run are, on this machine: that of the first logger that has a folder for it.
+
+    A logger without `log_dir` (W&B, MLflow) has the folder that Lightning makes for checkpoints. None in a bucket:
+    there are no files to append to.
+    """
+    for find in (_log_dir, _checkpoints_of):
+        for logger in trainer.loggers:
+            with suppress(Exception):  # a user's own logger
+                place = find(trainer, logger)
+                if place and "://" not in place:
+                    return Path(place)
+    return None
+
+
+def _log_dir(trainer: Any, logger: Any) -> str | None:
+    folder = getattr(logger, "log_dir", None)
+    return folder if isinstance(folder, str) else None  # Lightning's DummyLogger has a function by every name
+
+
+def _checkpoints_of(trainer: Any, logger: Any) -> str | None:
+    """DummyLogger has no version, and no folder."""
+    folder, version = logger.save_dir or trainer.default_root_dir, logger.version
+    if version in (None, "") or not isinstance(folder, (str, os.PathLike)):
+        return None
+    return os.path.join(folder, str(logger.name), version if isinstance(version, str) else f"version_{version}")
 
 
 def _name(trainer: Any, place: int) -> str:

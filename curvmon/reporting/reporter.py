@@ -10,11 +10,12 @@ from typing import Any
 from curvmon.errors import warn
 from curvmon.metrics.definitions import PROBE_LOSS_KEY
 from curvmon.metrics.registry import pair_metric, pair_metric_names
-from curvmon.records import Alert, PulseRecord, Snapshot
+from curvmon.monitor.history_file import HistoryFile
+from curvmon.records import Alert, PulseRecord, RunHistory, Snapshot
 from curvmon.reporting import figures
 from curvmon.reporting.canvas import KeptFigures, available
 from curvmon.reporting.console import print_line, summary
-from curvmon.reporting.loggers import Loggers
+from curvmon.reporting.loggers import Loggers, run_folder
 from curvmon.reporting.pictures import Picture, PictureSchedule
 from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, Keys, heatmap_key, pulse_scalars, scalars
 
@@ -36,6 +37,7 @@ class Report:
 
     Attributes:
         schedule: whether pictures of the last snapshot are due, or have not been drawn.
+        file: `history.jsonl`, in the folder of the Trainer's loggers.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class Report:
         self._pulse_step = -math.inf
         """of the last one that the loggers have"""
         self.schedule = PictureSchedule()
+        self.file = HistoryFile(log_key_prefix)
 
-    def start(self) -> None:
-        """Before a run, which may count its steps from 0 again."""
+    def start(self, earlier: RunHistory) -> None:
+        """Before a run, which may count its steps from 0 again; `earlier`: what its history begins with."""
         self.schedule.start()
+        self.file.start(earlier)
         self._pulse_step = -math.inf
 
     @property
@@ -101,22 +105,31 @@ class Report:
             self._loggers.write(trainer, numbers, snapshot.epoch, snapshot.step)
             if snapshot.is_full:
                 self._plan_pictures(snapshots, alerts, fresh)
+            # not before the loggers: one may warn of a folder that is not empty
+            self.file.write(run_folder(trainer), [snapshot, *fresh])
             if self._verbose:
                 print_line(trainer, summary(snapshot))
 
-    def write_pulse(self, trainer: Any, record: PulseRecord, at_once: bool) -> None:
+    def write_alerts(self, trainer: Any, alerts: Sequence[Alert]) -> None:
+        """Add alerts to the history that come with neither a snapshot nor a pulse."""
+        if trainer.is_global_zero:
+            self.file.write(run_folder(trainer), alerts)
+
+    def write_pulse(self, trainer: Any, record: PulseRecord, alerts: Sequence[Alert]) -> None:
         """Report a pulse: to `callback_metrics`, and to the loggers as often as they take numbers of training steps.
 
-        `at_once`: to the loggers in any case.
+        `alerts`: those that it raised; with one, the loggers get it at once.
         """
         numbers = pulse_scalars(record).named(self._keys)
         self._pulse = numbers.for_callbacks()
         self._publish(trainer, self._pulse, ())
         self._published |= self._pulse.keys()
-        is_due = at_once or record.step - self._pulse_step >= trainer.log_every_n_steps
+        is_due = bool(alerts) or record.step - self._pulse_step >= trainer.log_every_n_steps
         if trainer.is_global_zero and self._pulse and is_due:
             self._pulse_step = record.step
             self._loggers.write(trainer, numbers, record.epoch, record.step)
+        if trainer.is_global_zero:
+            self.file.write(run_folder(trainer), [record, *alerts])
 
     def _plan_pictures(self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
         pictures, snapshot = self._keys.named(self._pictures(snapshots, alerts, fresh)), snapshots[-1]

@@ -134,18 +134,22 @@ class Scalars(NamedTuple):
         return Scalars(*(keys.named(values) for values in self))
 
 
-def scalars(snapshot: Snapshot, *, metrics: Sequence[str] | None = None, pairs: bool = False) -> Scalars:
+def scalars(
+    snapshot: Snapshot, *, metrics: Sequence[str] | None = None, pairs: bool = False, distances: bool = True
+) -> Scalars:
     """All finite numbers of a snapshot; what is not defined (NaN) has no key.
 
     Args:
         snapshot: pairs of layers, spectrum, or both.
         metrics: names of pair metrics; None: all that are registered.
         pairs: every pair as a number of its own.
+        distances: means by distance, which take most of the time.
     """
     shown: dict[str, float] = {}
     detail: dict[str, float] = {}
     log10: dict[str, float] = {}
-    for key, value, stderr, spec in _numbers(snapshot, pair_metric_names() if metrics is None else metrics, pairs):
+    metrics = pair_metric_names() if metrics is None else metrics
+    for key, value, stderr, spec in _numbers(snapshot, metrics, pairs, distances):
         if not math.isfinite(value):
             continue
         (detail if spec.detail else shown)[key] = value
@@ -176,11 +180,12 @@ class _Number(NamedTuple):
     spec: MetricSpec
 
 
-def _numbers(snapshot: Snapshot, metrics: Sequence[str], pairs: bool) -> Iterator[_Number]:
+def _numbers(snapshot: Snapshot, metrics: Sequence[str], pairs: bool, distances: bool) -> Iterator[_Number]:
     if snapshot.measurement is not None:
         for spec in map(pair_metric, metrics):
             yield _Number(f"{HEADLINE}{spec.name}", *spec.summary(snapshot.measurement), spec)
-            yield from _by_distance(snapshot.measurement, spec)
+            if distances:
+                yield from _by_distance(snapshot.measurement, spec)
             if pairs:
                 yield from _one_by_one(snapshot.measurement, spec)
     for scalar in scalar_metrics():

@@ -69,9 +69,13 @@ class Browser:
         for end in (theirs_in, theirs_out, silence, *ends):
             os.close(end)
         self._count, self._held = 0, b""
+        self.errors: list[str] = []
+        """what pages have written to the console as errors, and what they have raised"""
         self._session: str | None = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Runtime.enable")
+        self.call("Log.enable")
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def __enter__(self) -> Browser:
@@ -96,11 +100,20 @@ class Browser:
         deadline = time.monotonic() + PATIENCE
         while True:
             answer = self._message(deadline)
+            self._note(answer)
             if answer.get("id") == self._count:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 found: dict[str, Any] = answer["result"]
                 return found
+
+    def _note(self, event: dict[str, Any]) -> None:
+        method, parameters = event.get("method"), event.get("params", {})
+        level = parameters.get("type") or parameters.get("entry", {}).get("level")
+        if method == "Runtime.exceptionThrown" or (
+            method in ("Runtime.consoleAPICalled", "Log.entryAdded") and level == "error"
+        ):
+            self.errors.append(json.dumps(parameters))
 
     def _message(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._held:

@@ -66,6 +66,8 @@ def main() -> None:
         )
         trainer.fit(module, loader, loader)
         columns = Path(logger.log_dir, "metrics.csv").read_text().splitlines()[0]
+        assert len(curvmon.load_history(logger.log_dir).snapshots) == 3
+    assert 'id="charts"' in monitor.report()  # with the files of the page, which are no modules
     assert len(monitor.history) == 3 and "curvmon/lambda_1" in columns and "curvmon_distance/coupling/1" in columns
     missing = find_spec("matplotlib") is None
     assert any("need matplotlib" in str(warning.message) for warning in caught) == missing

@@ -1,4 +1,4 @@
-"""Takes the pictures of TensorBoard that README and docs show, in light and dark: `make screenshots`."""
+"""Takes the pictures of TensorBoard and of the report that README and docs show: `make screenshots`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import argparse
 import io
 import json
 import shutil
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from PIL import Image
 
+from curvmon.monitor.saved_history import load_history
 from curvmon.records import METRICS
 from curvmon.reporting.dashboards import tensorboard_link
+from curvmon.reporting.report_page import report_page
 from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, heatmap_key
 from tests.helpers.browser import Browser, tensorboard
 
@@ -82,11 +86,28 @@ def take(browser: Browser, address: str, page: Page, dark: bool, moment: int) ->
     return Image.open(io.BytesIO(picture)).convert("RGB")
 
 
+def take_report(runs: list[Path], out: Path, dark: bool) -> None:
+    """The first screen of the page of one run, or of several side by side."""
+    histories = [replace(load_history(next(run.rglob("history.jsonl"))), name=run.name) for run in runs]
+    with tempfile.TemporaryDirectory() as folder, Browser(WIDTH, HEIGHT) as browser:
+        path = Path(folder, "report.html")
+        path.write_text(report_page(histories), encoding="utf-8")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        browser.call("Emulation.setEmulatedMedia", features=[scheme])
+        browser.open(path.as_uri())
+        browser.wait("document.querySelectorAll('#charts svg').length > 3")
+        picture = Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
+    picture.quantize(128, dither=Image.Dither.NONE).save(out, optimize=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Pictures of TensorBoard with the logs of the demo")
+    parser = argparse.ArgumentParser(description="Pictures of TensorBoard and of the report, with the logs of the demo")
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="what `make demo` has written")
+    parser.add_argument("--healthy", type=Path, default=Path("runs/demo_healthy"), help="the same without the accident")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     options = parser.parse_args()
+    take_report([options.demo], options.out / "report.png", dark=False)
+    take_report([options.demo, options.healthy], options.out / "report_two_dark.png", dark=True)
     runs = sorted(options.demo.glob("csv/version_*"), key=lambda path: path.stat().st_mtime)
     moment = sorted(path.name for path in (runs[-1] / heatmap_key("resonance")).iterdir()).index("step_00000311.png")
     shutil.copy(options.demo / "demo.png", options.out / "demo.png")

@@ -37,7 +37,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
             hidden = ("WANDB_API_KEY", "WANDB_MODE", "WANDB_SILENT")
             environment = {name: value for name, value in os.environ.items() if name not in hidden}
             environment |= {"OMP_NUM_THREADS": "1", "HOME": str(out)}  # no key in a .netrc either
-            command = [sys.executable, "-m", "examples.demo", "--out", str(out)]
+            command = [sys.executable, "-m", "curvmon", "demo", "--out", str(out)]
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, timeout=PATIENCE, text=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -73,6 +73,8 @@ def test_demo_writes_logs_and_pictures(demo: Path) -> None:
     for metric in METRICS:
         pictures = {int(path.stem.removeprefix("step_")) for path in demo.glob(f"csv/*/{heatmap_key(metric)}/*.png")}
         assert {min(steps), SPIKE_STEP, max(steps)} <= pictures <= steps
+    assert "2 alerts in steps" in (demo / "report.html").read_text(encoding="utf-8")
+    assert len(list(demo.rglob("history.jsonl"))) == 1
     assert (demo / "demo.png").stat().st_size > 20_000
     if (demo / "wandb").exists():
         assert len(list(demo.glob("wandb/offline-run-*/run-*.wandb"))) == 1

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from curvmon import CurvatureMonitor
+from curvmon.integrations.lightning.demo.network import Classifier, ResNet
 from curvmon.metrics import ScalarMetric, register, unregister
 from curvmon.metrics.registry import SPECTRUM, get
 from curvmon.records import METRICS, Snapshot
 from curvmon.reporting.scalars import Keys, groups, log10_key, picture_keys, scalars, stderr_key
 from examples.character_gpt import GPT
-from examples.image_classifier import Classifier, ResNet
 from tests.helpers.lightning_runs import trained
 from tests.helpers.logger_readers import TensorBoard, csv_rows, png_files
 from tests.helpers.recorders import PictureRecorder

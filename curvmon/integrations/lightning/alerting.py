@@ -95,6 +95,11 @@ class Alerting:
         self._data = TrainingData()
 
     @property
+    def raised(self) -> list[Alert]:
+        """Alerts and notices, oldest first."""
+        return self._manager.raised
+
+    @property
     def alerts(self) -> list[Alert]:
         return self._manager.alerts
 

@@ -34,7 +34,7 @@ from curvmon.reporting.reporter import Report
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-VERSION = 4
+VERSION = 5
 """version of the state in checkpoints"""
 
 
@@ -174,11 +174,11 @@ class CurvatureMonitor(CallbackBase):
 
     @property
     def history(self) -> list[Measurement]:
-        return [s.measurement for s in self._recorder.history if s.measurement is not None]
+        return self._recorder.records.history
 
     @property
     def spectra(self) -> list[Spectrum]:
-        return [s.spectrum for s in self._recorder.history if s.spectrum is not None]
+        return self._recorder.records.spectra
 
     @property
     def snapshots(self) -> list[Snapshot]:
@@ -186,15 +186,23 @@ class CurvatureMonitor(CallbackBase):
 
     @property
     def pulses(self) -> list[PulseRecord]:
-        return list(self._recorder.pulsing.pulses.records)
+        return list(self._recorder.records.pulses)
 
     @property
     def alerts(self) -> list[Alert]:
-        return self._recorder.alerts
+        return self._recorder.records.alerts
 
     @property
     def notices(self) -> list[Alert]:
-        return self._recorder.notices
+        return self._recorder.records.notices
+
+    def to_pandas(self) -> Any:
+        """A DataFrame of the run so far, one row per step, columns named like logger keys. Needs pandas."""
+        return self._recorder.records.to_pandas()
+
+    def report(self, path: Optional[str] = None) -> str:  # noqa: UP045
+        """One HTML page of the run so far, which loads nothing; written to `path` if given."""
+        return self._recorder.records.report(path)
 
     # ---- hooks: before training ----
 

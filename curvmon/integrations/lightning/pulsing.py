@@ -78,7 +78,9 @@ class Pulsing:
             foreseen = self.pulses.skip_step(ranks, step=step, learning_rate=self._rate, warn=self._warn)
             if foreseen is not None:
                 with self._budget.reporting():
-                    self._alerting.deliver(trainer, self._alerting.unstable(foreseen, step, epoch, ranks))
+                    alerts = self._alerting.unstable(foreseen, step, epoch, ranks)
+                    self._report.write_alerts(trainer, alerts)
+                    self._alerting.deliver(trainer, alerts)
             return
         taken = self.pulses.after_step(
             self._target(trainer, pl_module),
@@ -93,6 +95,6 @@ class Pulsing:
         record, event = taken
         with self._budget.taking_pulse():
             alerts = [] if event is None else self._alerting.unstable(event, record.step, record.epoch, ranks)
-            self._report.write_pulse(trainer, record, at_once=bool(alerts))
+            self._report.write_pulse(trainer, record, alerts)
         with self._budget.reporting():  # which may save a checkpoint
             self._alerting.deliver(trainer, alerts)

@@ -30,7 +30,7 @@ from curvmon.monitor.plan import SKIP, Plan
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulses import Pulses
 from curvmon.monitor.target import Target
-from curvmon.records import PROBE_LOSS, Alert, Snapshot
+from curvmon.records import PROBE_LOSS, RunHistory, Snapshot
 from curvmon.reporting.console import progress
 from curvmon.reporting.reporter import Report
 
@@ -79,12 +79,9 @@ class Recorder:
         self._warned: set[str] = set()
 
     @property
-    def alerts(self) -> list[Alert]:
-        return self.alerting.alerts
-
-    @property
-    def notices(self) -> list[Alert]:
-        return self.alerting.notices
+    def records(self) -> RunHistory:
+        """Of the run so far."""
+        return RunHistory(tuple(self.history), tuple(self.pulsing.pulses.records), tuple(self.alerting.raised))
 
     def check(self, pl_module: pl.LightningModule) -> None:
         """Before training. Raises NodeError for names that match no module; warns if matplotlib is missing."""
@@ -97,7 +94,7 @@ class Recorder:
     def start_training(self) -> None:
         self.budget.start_training()
         self.pulsing.pulses.start()
-        self.report.start()
+        self.report.start(self.records)
         self._is_at_start, self._skipped_last = True, False
 
     def start_batch(self, trainer: pl.Trainer) -> None:
@@ -313,6 +310,7 @@ class Recorder:
             "history": self.history.state_dict(),
             "budget": self.budget.state_dict(),
             "counts": dict(self.counts),
+            "file": self.report.file.state_dict(),
             "pulses": self.pulsing.pulses.state_dict(),
             **self.runner.state_dict(),
             **self.alerting.state_dict(),
@@ -332,6 +330,7 @@ class Recorder:
         pulses.budget = budget
         self.pulsing = Pulsing(pulses, budget, self.alerting, self.report, self._target, self.warn)
         self.counts = counts
+        self.report.file.load_state_dict(state["file"], max(self.records.steps, default=None))
 
 
 def _not_finite(names: Sequence[str], pl_module: pl.LightningModule) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvmon import CurvatureMonitor
+from curvmon.integrations.lightning.callback import CurvatureMonitor
 
 # Okabe and Ito's colours: colour-blind readers can tell them apart; markers differ as well
 BLUE, GREEN, ORANGE, PINK, RED = "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#D55E00"
@@ -19,7 +19,7 @@ def draw(monitor: CurvatureMonitor, path: Path, accident: tuple[int, int]) -> No
     """`accident`: the first and the last step with a wrong learning rate."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    figure: Any = Figure(figsize=(10, 5.6), layout="constrained")
     curves, matrices = figure.subfigures(1, 2, width_ratios=[1.55, 1])
     _curves(curves, monitor, accident)
     _matrices(matrices, monitor)
@@ -29,11 +29,11 @@ def draw(monitor: CurvatureMonitor, path: Path, accident: tuple[int, int]) -> No
 def _curves(figure: Any, monitor: CurvatureMonitor, accident: tuple[int, int]) -> None:
     steps = [snapshot.step for snapshot in monitor.snapshots]
     top, middle, bottom = figure.subplots(3, 1, sharex=True)
-    top.plot(steps, [found.loss for found in monitor.history], "o-", color=BLUE, markersize=3)
+    top.plot(steps, [measurement.loss for measurement in monitor.history], "o-", color=BLUE, markersize=3)
     top.set_title("loss of the probe batch", fontsize=10, loc="left")
-    middle.plot(steps, [found.sharpness for found in monitor.spectra], "o-", color=BLUE, markersize=3)
+    middle.plot(steps, [spectrum.sharpness for spectrum in monitor.spectra], "o-", color=BLUE, markersize=3)
     middle.set_title("top eigenvalue λ₁ of the Hessian", fontsize=10, loc="left")
-    means = torch.stack([found.by_distance("resonance") for found in monitor.history])
+    means = torch.stack([measurement.by_distance("resonance") for measurement in monitor.history])
     for d, (colour, marker) in enumerate(zip((BLUE, GREEN, ORANGE, PINK), MARKERS)):
         bottom.plot(steps, means[:, d], color=colour, marker=marker, markersize=3, label=f"d = {d}")
     bottom.set_title("resonance of layers that are d apart", fontsize=10, loc="left")
@@ -46,7 +46,7 @@ def _curves(figure: Any, monitor: CurvatureMonitor, accident: tuple[int, int]) -
         for alert in monitor.alerts:
             axis.axvline(alert.step, color=RED, linestyle="--", linewidth=1.5, zorder=1)
     low, high = top.get_ylim()
-    top.set_ylim(low, high * (high / low) ** 0.3)  # room for two remarks above the curve
+    top.set_ylim(low, high * (high / low) ** 0.3)  # space for two remarks above the curve
     remark = {"transform": top.get_xaxis_transform(), "fontsize": 9}
     top.text(accident[0] - 4, 0.85, "learning rate × 100", ha="right", **remark)
     if monitor.alerts:
@@ -63,8 +63,8 @@ def _matrices(figure: Any, monitor: CurvatureMonitor) -> None:
     since = [i for i, step in enumerate(steps) if monitor.alerts and step >= monitor.alerts[0].step]
     at = since[0] if since else len(steps) - 1
     moments = {"before": max(0, at - 1), "at the alert" if monitor.alerts else "at the end": at}
-    found = [monitor.history[i].resonance for i in moments.values()]
-    norm = LogNorm(min(matrix.min() for matrix in found).item(), max(matrix.max() for matrix in found).item())
+    matrices = [monitor.history[i].resonance for i in moments.values()]
+    norm = LogNorm(min(matrix.min() for matrix in matrices).item(), max(matrix.max() for matrix in matrices).item())
     axes = figure.subplots(2, 1)
     names = [name.rsplit(".", 1)[-1] for name in monitor.history[-1].nodes]
     for axis, (title, i) in zip(axes, moments.items()):

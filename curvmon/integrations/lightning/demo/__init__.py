@@ -1,0 +1,1 @@
+"""`python -m curvmon demo`: a run of a minute with an alert. Needs scikit-learn, matplotlib and tensorboard."""
