@@ -84,6 +84,7 @@ ORDER = [
     "alerts",
     "monitor",
     "reporting",
+    "recorder",
     "integrations",
 ]
 _HOOK = re.compile(r"(on_|setup|state_dict|load_state_dict|state_key)")
