@@ -34,7 +34,7 @@ README = Path(__file__).parents[1] / "README.md"
 PACKAGE = Path(curvmon.__file__).parent
 SECTIONS: dict[str, list[str]] = {
     "Functions": ["measure", "exact", "spectrum", "stability_limit", "pulse", "load_history"],
-    "The monitor": ["CurvatureMonitor", "AlertRules", "ChangeDetector", "Sensitivity"],
+    "The monitor": ["CurvatureMonitor", "Monitor", "AlertRules", "ChangeDetector", "Sensitivity"],
     "Records": [
         "Measurement",
         "ExactMeasurement",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,10 @@ log = logging.getLogger("curvmon")
 class Loop(ABC):
     """The state of a training loop, as it is when an attribute is read.
 
+    Without a default: `model`, its `optimizers`, `loggers` as Lightning has them (`log_metrics(numbers, step)` and
+    `save()`, see `reporting/loggers.py`), the number of optimizer `steps` so far, and `step`, the place on the x-axis
+    of the loggers.
+
     What has a default here is optional: a loop that does not know its end is measured as often as the time so far
     allows, one without schedulers has no scheduled rate, and so on.
 
@@ -29,8 +34,15 @@ class Loop(ABC):
         accumulated: what a training loss is multiplied with, as it was divided by the number of batches of a step.
         counts_every_step: `steps` grows with every optimizer step; False where some are made elsewhere.
         has_validation: measurements follow validations, not epochs.
+        counts_epochs: loggers get the epoch with every number.
+        folder: where `history.jsonl` goes; None: the folder of the first logger that has one.
     """
 
+    model: nn.Module
+    optimizers: Sequence[Any]
+    loggers: Sequence[Any]
+    steps: int
+    step: int
     is_global_zero: bool = True
     log_every_n_steps: int = 1
     progress_bar_callback: Any = None
@@ -38,29 +50,8 @@ class Loop(ABC):
     accumulated: int = 1
     counts_every_step: bool = True
     has_validation: bool = True
-
-    @property
-    @abstractmethod
-    def model(self) -> nn.Module: ...
-
-    @property
-    @abstractmethod
-    def optimizers(self) -> Sequence[Any]: ...
-
-    @property
-    @abstractmethod
-    def loggers(self) -> Sequence[Any]:
-        """Loggers as Lightning has them: `log_metrics(numbers, step)` and `save()`; see `reporting/loggers.py`."""
-
-    @property
-    @abstractmethod
-    def steps(self) -> int:
-        """Optimizer steps so far."""
-
-    @property
-    @abstractmethod
-    def step(self) -> int:
-        """On the x-axis of the loggers."""
+    counts_epochs: bool = False
+    folder: Path | None = None
 
     @property
     def epoch(self) -> int:
@@ -110,3 +101,10 @@ class Loop(ABC):
     @abstractmethod
     def save_checkpoint(self, alert: Alert) -> None:
         """`on_alert="checkpoint"`: write one."""
+
+
+def largest_scheduled(schedulers: Iterable[Any]) -> float | None:
+    """The largest learning rate that schedulers have set last; None without any. Not all have `get_last_lr`."""
+    rates = [rate for scheduler in schedulers for rate in getattr(scheduler, "_last_lr", ())]
+    numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
+    return max(numbers, default=None)

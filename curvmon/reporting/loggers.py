@@ -22,8 +22,8 @@ Draw = Callable[[], Any]
 
 
 def kind_of(logger: Any) -> str:
-    """The name of the class that a logger is, or is derived from; "other" for a user's own."""
-    names = {base.__name__ for base in type(logger).__mro__}
+    """The name of the class that a logger is, is derived from or acts as; "other" for a user's own."""
+    names = {getattr(type(logger), "acts_as", ""), *(base.__name__ for base in type(logger).__mro__)}
     supported = ("TensorBoardLogger", "WandbLogger", "CSVLogger", "MLFlowLogger")
     return next((name for name in supported if name in names), "other")
 
@@ -39,6 +39,8 @@ def run_folder(loop: Any) -> Path | None:
     A logger without `log_dir` (W&B, MLflow) has the folder that Lightning makes for checkpoints. None in a bucket:
     there are no files to append to.
     """
+    if loop.folder is not None:
+        return Path(loop.folder)
     for find in (_log_dir, _checkpoints_of):
         for logger in loop.loggers:
             with suppress(Exception):  # a user's own logger
@@ -90,7 +92,8 @@ class Loggers:
             if not values:  # all of them are details
                 continue
             self._guarded(f"{name} did not take the layout", set_up, logger, kind, self._keys, values.keys())
-            values["epoch"] = float(epoch)
+            if loop.counts_epochs:
+                values["epoch"] = float(epoch)
             taken = self._guarded(f"{name} did not take the numbers", _write_scalars, logger, values, step)
             (self._lost.discard if taken else self._lost.add)(i)
 

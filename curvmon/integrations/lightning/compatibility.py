@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from curvmon.recorder.loop import largest_scheduled
+
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
@@ -135,9 +137,7 @@ def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
 def scheduled_rate(trainer: pl.Trainer) -> float | None:
     """The largest learning rate that schedulers have set last; None without any."""
     schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
-    rates = [rate for scheduler in schedulers for rate in getattr(scheduler, "_last_lr", ())]
-    numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-    return max(numbers, default=None)
+    return largest_scheduled(schedulers)
 
 
 def progress_of(trainer: pl.Trainer) -> float | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from curvmon.errors import warn
 from curvmon.integrations.lightning.compatibility import (
@@ -37,6 +35,11 @@ class LightningLoop(Loop):
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Callable[..., Any] | None = None) -> None:
         self._trainer, self._module, self._loss = trainer, module, loss
+        self.model = module
+        self.optimizers = trainer.optimizers
+        self.loggers = trainer.loggers
+        self.steps = trainer.global_step
+        self.step = batches_that_stepped(trainer)
         self.is_global_zero = trainer.is_global_zero
         self.log_every_n_steps = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.progress_bar_callback = trainer.progress_bar_callback
@@ -45,26 +48,7 @@ class LightningLoop(Loop):
         self.counts_every_step = module.automatic_optimization
         self.accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
         self.has_validation = has_validation(trainer)
-
-    @property
-    def model(self) -> nn.Module:
-        return self._module
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        return self._trainer.optimizers
-
-    @property
-    def loggers(self) -> Sequence[Any]:
-        return self._trainer.loggers
-
-    @property
-    def steps(self) -> int:
-        return self._trainer.global_step
-
-    @property
-    def step(self) -> int:
-        return batches_that_stepped(self._trainer)
+        self.counts_epochs = True
 
     @property
     def epoch(self) -> int:
