@@ -79,8 +79,6 @@ class Monitor(MonitoredRun):
         self._loop: PlainLoop | None = None
         self._steps = 0
         self._has_started = False
-        self._source = "train"
-        """of the last batch that was observed"""
         self.should_stop = False
 
     def attach(
@@ -127,14 +125,11 @@ class Monitor(MonitoredRun):
         """
         loop = self._started()
         if source == "val":
-            if self._source == "train":
-                self._recorder.start_validation()
-            self._recorder.observe_batch("val", batch)
+            self._observe_validation_batch(batch)
         elif source == "train":
             self._before_batch(loop, batch)
         else:
             raise InputError(f'source must be "train" or "val", not {source!r}')
-        self._source = source
 
     def step(self, step: int, loss: Tensor | float | None = None) -> None:
         """After an optimizer step. `step`: its number, on the x-axis of the loggers; `loss`: of its batches."""

@@ -58,6 +58,8 @@ class MonitoredRun:
         self._active = False
         self._loaded = False
         self._validations = 0
+        self._has_trained = True
+        """since the last validation batch"""
         self._measured_at: int | None = None
         """in optimizer steps"""
 
@@ -116,6 +118,7 @@ class MonitoredRun:
         """Before every forward pass of training."""
         if not self._active:
             return
+        self._has_trained = True
         self._recorder.start_batch(loop)
         self._recorder.observe_training_batch(loop, batch)
         is_first = loop.steps == 0 and not len(self._recorder.history) and self._measured_at is None
@@ -127,6 +130,13 @@ class MonitoredRun:
                 self._measured_at = loop.steps
                 self._recorder.warn(f"not measured before the first step: {reason}")
         self._recorder.pulsing.before_batch(loop, batch)
+
+    def _observe_validation_batch(self, batch: Any) -> None:
+        """For loops that do not say when a validation begins."""
+        if self._has_trained:
+            self._recorder.start_validation()
+        self._has_trained = False
+        self._recorder.observe_batch("val", batch)
 
     def _why_not_initial(self, loop: Loop) -> str | None:
         return "lazy modules get their parameters in it" if has_lazy_tensors(loop.model) else None
@@ -152,9 +162,10 @@ class MonitoredRun:
         if loop.steps != self._measured_at or loop.steps == 0:
             self._measure(loop, step=step, due=due)
 
-    def _end(self, loop: Loop) -> None:
+    def _end(self, loop: Loop, measures: bool = True) -> None:
+        """Training has ended; `measures`: the model still has the parameters of the last step."""
         if self._active and self._ranks is not None:
-            self._recorder.end_training(loop, self._ranks)
+            self._recorder.end_training(loop, self._ranks, measures)
 
     def _measure(self, loop: Loop, step: int, due: bool = True, validates: bool = True) -> None:
         assert self._ranks is not None

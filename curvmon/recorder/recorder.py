@@ -93,9 +93,9 @@ class Recorder:
             self.budget.start_at(loop.progress)
             self._is_at_start = False
 
-    def end_training(self, loop: Loop, ranks: Ranks) -> None:
-        """Every run ends with a measurement, and the last one has pictures."""
-        if self._skipped_last:  # the run has ended earlier than expected, or its end was not known
+    def end_training(self, loop: Loop, ranks: Ranks, measures: bool = True) -> None:
+        """Every run ends with a measurement, if it `measures`, and the last one has pictures."""
+        if self._skipped_last and measures:  # the run has ended earlier than expected, or its end was not known
             self.measure(loop, ranks, loop.step, ends=True)
         if self.report.schedule.undrawn is not None:
             self._draw(loop)
