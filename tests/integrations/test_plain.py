@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import io
 import math
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvmon
+from curvmon.monitor.settings import MonitorSettings
 from tests.helpers.plain_loop import STEPS, Loop, batches, loss, network, unlimited
 from tests.helpers.state_differences import differences, flat
 
@@ -205,3 +208,9 @@ def test_a_loop_that_logs_nowhere_and_steps_nowhere() -> None:
     for step in (0, 100, 200):
         monitor.measure(step)
     assert [snapshot.step for snapshot in monitor.snapshots if snapshot.is_full] == [0, 100, 200]
+
+
+def test_defaults_are_those_of_the_callback() -> None:
+    parameters = inspect.signature(curvmon.CurvatureMonitor).parameters.values()
+    settings = {field.name: field.default for field in dataclasses.fields(MonitorSettings)}
+    assert {parameter.name: parameter.default for parameter in parameters} == {**settings, "max_overhead": None}
