@@ -199,8 +199,9 @@ def report(runs: Sequence[Recorded], others: Sequence[Recorded], with_synthetic:
     seeds = len({run.seed for run in runs})
     disturbed = len({run.seed for run in runs if run.happened})
     chosen = (
-        "What events look like was fitted to the other eleven families, for each of these anew. Thresholds were chosen on "
-        "the families for tuning; one seed of each of these, the first, was looked at while the method was made."
+        "What events look like was fitted to the other eleven families, for each of these anew. Thresholds were "
+        "chosen on the families for tuning; the first one or two seeds of these were looked at while the method was "
+        "made."
     )
     if not set(names) <= REPORTED.keys():
         chosen = "Thresholds were chosen on these families: these figures are for tuning."
