@@ -187,7 +187,7 @@ def source(signatures: Signatures) -> str:
     for cause, signs in signatures.exact.items():
         lines += [
             f"        {cause!r}: {{",
-            *(f"            {sign!r}: {p:.3g}," for sign, p in signs.items()),
+            *(f"            {sign!r}: {p:.4g}," for sign, p in signs.items()),
             "        },",
         ]
     return "\n".join([*lines, "    },", f"    temper={signatures.temper:g},", ")", ""])

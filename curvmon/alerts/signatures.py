@@ -91,7 +91,7 @@ class Signatures:
         known = {sign for table in self.exact.values() for sign in table}
         for sign in known:
             rare = RARE_SOFT if sign.endswith(SOFT) and cause != QUIET else RARE_SIGN
-            share = self.exact.get(cause, {}).get(sign, rare)
+            share = min(self.exact.get(cause, {}).get(sign, rare), 1 - RARE_SIGN)
             total += math.log(share if sign in signs else 1 - share)
         return total
 
