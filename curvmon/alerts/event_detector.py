@@ -107,7 +107,7 @@ class EventDetector:
         is_exact = any(not sign.endswith(SOFT) for sign in signs)
         threshold = THRESHOLD / self._sensitivity
         both = odds + self._waiting_odds if self._waiting is not None else odds
-        if odds >= threshold or is_exact or (self._waiting is not None and odds >= CLOSE and both >= THRESHOLD + CLOSE):
+        if odds >= threshold or is_exact or (self._waiting is not None and odds >= CLOSE and both >= threshold + CLOSE):
             causes, where = self._causes(scores, signs), places(deviations, rebuilt, named)
             age = 1 if self._waiting is None else 2
             event = Event(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from curvmon.alerts.drift import Drift
 from curvmon.alerts.event_detector import CLEAR, Event
 from curvmon.alerts.evidence import AFFECTED, weighted
-from curvmon.alerts.family_wording import WORDINGS, in_words, wording_of
+from curvmon.alerts.family_wording import WORDINGS, in_words, metric_of, wording_of
 from curvmon.alerts.features import FeatureDeviation
 from curvmon.alerts.observations import MAX_EVIDENCE, checkpoint, since
 from curvmon.alerts.signatures import UNCLEAR
@@ -142,7 +142,7 @@ def alert_of_event(
     texts = {"since": since(before, now), "checkpoint": checkpoint(before, now)}
     return Alert(
         kind="intervention" if event.is_intended else "jump",
-        metric=main.family.replace(" ", "_") if main.family in WORDINGS else main.family,
+        metric=metric_of(main.family),
         where=place or main.where,
         before=values[0],
         after=values[1],
@@ -176,7 +176,7 @@ def alert_of_drift(drift: Drift, causes: Sequence[tuple[str, float]], before: Sn
     texts = {"since": since(before, now), "checkpoint": checkpoint(before, now)}
     return Alert(
         kind="drift",
-        metric=drift.family.replace(" ", "_"),
+        metric=metric_of(drift.family),
         where=drift.where,
         before=values[0],
         after=values[1],

@@ -55,6 +55,17 @@ WORDINGS = {
 }
 
 
+RESONANCE = frozenset({"level", "profile", "contrast"})
+"""families of the metric `resonance`"""
+
+
+def metric_of(family: str) -> str:
+    """What users know it by."""
+    if family in RESONANCE:
+        return "resonance"
+    return family.replace(" ", "_")
+
+
 def wording_of(family: str) -> Wording:
     if family in WORDINGS:
         return WORDINGS[family]
