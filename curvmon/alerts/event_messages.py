@@ -18,6 +18,8 @@ from curvmon.records import Alert, Snapshot
 from curvmon.records.formatting import short
 
 VISIBLE = math.log(1.2)
+SHOWN = 3.0
+"""standard deviations, from which on a feature is evidence; the largest one is anyway"""
 MAX_CAUSES, MAX_PAIRS = 2, 6
 
 
@@ -210,7 +212,7 @@ def _damage(ranked: Sequence[FeatureDeviation]) -> FeatureDeviation | None:
     """A loss that rose visibly, the one with the largest score."""
     for deviation in ranked:
         wording = WORDINGS.get(deviation.family)
-        if wording is None or not wording.is_damage or weighted(deviation) < 3:
+        if wording is None or not wording.is_damage or weighted(deviation) < SHOWN:
             continue
         if deviation.deviation.size > VISIBLE:
             return deviation
@@ -229,7 +231,7 @@ def _evidence(ranked: Sequence[FeatureDeviation], last: Mapping[tuple[str, str],
     """The members with the largest scores, one of each family."""
     shown: dict[str, str] = {}
     for deviation in ranked:
-        if deviation.family not in shown and len(shown) < count and weighted(deviation) > 1:
+        if deviation.family not in shown and len(shown) < count and (not shown or weighted(deviation) > SHOWN):
             forecast, size = deviation.deviation.forecast, deviation.deviation.size
             before = last.get((deviation.family, deviation.where), forecast)
             shown[deviation.family] = in_words(deviation.family, deviation.where, before, forecast + size)

@@ -66,6 +66,8 @@ EXACT = frozenset(
     }
 )
 """families that hardly have noise: beyond CERTAIN they are a sign, below they say nothing"""
+RECOVERED = frozenset({"zeros down", "labels missing down", "batches different up"})
+"""are no signs: what was wrong is over, as when zeroed weights are trained again"""
 CERTAIN = 6.0
 SOFT = ("jumped", "apart", "start")
 """how signs end that are not quite exact"""
@@ -216,7 +218,7 @@ def certain_signs(scores: Mapping[str, FamilyScore], deviations: Sequence[Featur
         f"{family} {'up' if scores[family].score > 0 else 'down'}"
         for family in EXACT & scores.keys()
         if abs(scores[family].score) > CERTAIN
-    }
+    } - RECOVERED
     if "unscheduled rate up" in signs:
         signs = (signs - {"unscheduled rate up"}) | {"rate up"}
     elif "unscheduled rate" in scores and "rate up" in signs:

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import curvmon
 from curvmon.alerts.context import Cause, Context, ContextTracker, Source, context_values
-from curvmon.alerts.manager import AlertManager
 from curvmon.records import AFTER_LAST_NODE
-from tests.helpers.synthetic_snapshots import NODES, snapshot
 
 
 def causes_of(contexts: list[Context]) -> list[list[Cause]]:
@@ -132,17 +130,3 @@ def test_context_values() -> None:
         ("statistics", "mean"): 3.0,
     }
     assert ("training loss", "") not in context_values(norms, 0.3)
-
-
-def test_a_change_with_a_cause_needs_less_evidence() -> None:
-    """A level that swings by itself triples, with and without a learning rate that jumps at the same time."""
-
-    def alerts_at(factor: float) -> list[int]:
-        rng, manager, raised_at = random.Random(1), AlertManager(), []
-        for i in range(20):
-            now = snapshot(i, rng, dict.fromkeys(NODES, 3.0 if i >= 15 else 1.0))
-            rate = Context({("learning rate", ""): factor if i >= 15 else 1.0})
-            raised_at += [i for alert in manager.update(now, (), rate) if alert.level != "info"]
-        return raised_at
-
-    assert alerts_at(1.0) == [] and alerts_at(0.1) == [] and alerts_at(20.0) == [15]

@@ -152,7 +152,9 @@ def test_a_learning_rate_that_keeps_growing_is_a_drift() -> None:
         past.append(now)
     (alert,) = raised
     assert (alert.kind, alert.metric, alert.level) == ("drift", "rate", "warning") and alert.step <= 17
-    assert alert.headline.startswith("Learning rate keeps growing: 0.1 → ") and alert.causes == (("learning rate", 1.0),)
+    assert alert.headline.startswith("Learning rate keeps growing: 0.1 → ") and alert.causes == (
+        ("learning rate", 1.0),
+    )
 
 
 @pytest.mark.parametrize("loss", [1.0, 9.0])
