@@ -22,7 +22,7 @@ THRESHOLD = 3.0
 CLOSE = -1.0
 """from which on a measurement waits for the next one"""
 RESTARTED = 3.0
-"""features that deviate by more than this start anew after an event"""
+"""features that deviate by more than this start again after an event"""
 SETTLING, DAMPED = 6, 0.4
 """for so many measurements after an event, scores of affected families are multiplied by this; it fades"""
 RECENT = 4
@@ -146,10 +146,10 @@ class EventDetector:
         """Of a slow change: Σ s / sqrt(n), s: the scores of a family in the last n measurements."""
         summed: dict[str, FamilyScore] = {}
         recent = self._recent[-count:]
-        for family in {family for scores in recent for family in scores}:
-            known = [scores[family] for scores in recent if family in scores]
-            total = sum(score.score for score in known) / math.sqrt(len(known))
-            summed[family] = known[-1]._replace(score=total)
+        for family in sorted({family for scores in recent for family in scores}):
+            damped = [scores[family] for scores in recent if family in scores]
+            total = sum(score.score for score in damped) / math.sqrt(len(damped))
+            summed[family] = damped[-1]._replace(score=total)
         return self._causes(summed, certain_signs(summed))
 
     def _causes(self, scores: Mapping[str, FamilyScore], signs: frozenset[str]) -> tuple[tuple[str, float], ...]:
@@ -187,7 +187,7 @@ class EventDetector:
         self._waiting = None
 
     def forget(self, families: Container[str]) -> None:
-        """Features of these families start anew, without a past."""
+        """Features of these families start again, without a past."""
         self._forecasts.forget(families)
         self._waiting = None
 

@@ -32,7 +32,6 @@ class Advice(NamedTuple):
     """with {since} and {checkpoint}"""
 
 
-_SAME = "Check what changed {since}."
 ADVICE = {
     "learning rate": Advice(
         "Learning rate changed", "Learning rate changed",

@@ -97,7 +97,7 @@ class FamilyScore(NamedTuple):
     """share of the members that deviate by more than AFFECTED"""
 
 
-class _Series:
+class _Past:
     """Forecast of one feature, and when its values came."""
 
     def __init__(self, family: str) -> None:
@@ -123,54 +123,54 @@ class Forecasts:
     """One forecast for each feature."""
 
     def __init__(self) -> None:
-        self._series: dict[tuple[str, str], _Series] = {}
+        self._pasts: dict[tuple[str, str], _Past] = {}
 
     def deviations(self, features: Sequence[Feature], at: float | None = None) -> list[FeatureDeviation]:
         """`at`: the step of the measurement; forecasts across a gap are less certain."""
         return [FeatureDeviation(f.family, f.where, self._deviation(f, at)) for f in features]
 
     def _deviation(self, feature: Feature, at: float | None) -> Deviation:
-        series = self._series.get((feature.family, feature.where))
-        if series is None:
+        past = self._pasts.get((feature.family, feature.where))
+        if past is None:
             return Deviation(0.0, 0.0, feature.value)
-        deviation = series.forecast.deviation(feature.value, feature.stderr, series.gap(at))
-        early = EARLY * max(0.0, SETTLED - series.count) / SETTLED
+        deviation = past.forecast.deviation(feature.value, feature.stderr, past.gap(at))
+        early = EARLY * max(0.0, SETTLED - past.count) / SETTLED
         return deviation._replace(score=deviation.score / (1 + early))
 
     def append(self, features: Sequence[Feature], at: float | None = None) -> None:
         for feature in features:
-            series = self._series.setdefault((feature.family, feature.where), _Series(feature.family))
-            series.forecast.append(feature.value)
-            series.move(at)
+            past = self._pasts.setdefault((feature.family, feature.where), _Past(feature.family))
+            past.forecast.append(feature.value)
+            past.move(at)
 
     def restart(self, features: Sequence[Feature], at: float | None = None) -> None:
         """Forget the level, not the spread."""
         for feature in features:
-            series = self._series.setdefault((feature.family, feature.where), _Series(feature.family))
-            series.forecast.restart(feature.value)
-            series.move(at)
+            past = self._pasts.setdefault((feature.family, feature.where), _Past(feature.family))
+            past.forecast.restart(feature.value)
+            past.move(at)
 
     def last(self) -> dict[tuple[str, str], float]:
         """The last value of every feature."""
-        return {key: series.forecast.last for key, series in self._series.items()}
+        return {key: past.forecast.last for key, past in self._pasts.items()}
 
     def forget(self, families: Container[str]) -> None:
-        """Features of these families start anew, without a past."""
-        self._series = {key: series for key, series in self._series.items() if key[0] not in families}
+        """Features of these families start again, without a past."""
+        self._pasts = {key: past for key, past in self._pasts.items() if key[0] not in families}
 
     def state_dict(self) -> list[Any]:
         """Lists, dicts and numbers only."""
         return [
-            [*key, series.forecast.state_dict(), series.count, series.at, list(series.distances)]
-            for key, series in self._series.items()
+            [*key, past.forecast.state_dict(), past.count, past.at, list(past.distances)]
+            for key, past in self._pasts.items()
         ]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        self._series = {}
+        self._pasts = {}
         for family, where, forecast, count, at, distances in state:
-            series = self._series[family, where] = _Series(family)
-            series.forecast.load_state_dict(forecast)
-            series.count, series.at, series.distances = count, at, list(distances)
+            past = self._pasts[family, where] = _Past(family)
+            past.forecast.load_state_dict(forecast)
+            past.count, past.at, past.distances = count, at, list(distances)
 
 
 class LossStart:
