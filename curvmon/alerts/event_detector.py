@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from curvmon.alerts.evidence import SOFT, FamilyScore, Forecasts, LossStart, certain_signs, family_scores, weighted
-from curvmon.alerts.features import Feature, FeatureDeviation
+from curvmon.alerts.features import Feature, FeatureDeviation, alert_spec
 from curvmon.alerts.place import places
 from curvmon.alerts.setting_changes import TRAINED
 from curvmon.alerts.signatures import QUIET, UNCLEAR, Signatures
@@ -55,6 +55,8 @@ class Event(NamedTuple):
     has_hand_sign: bool = False
     suffers: bool = False
     """a loss is as high as at the start of the run"""
+    is_own: bool = False
+    """a metric that the user registered is beyond its own threshold"""
 
     @property
     def is_intended(self) -> bool:
@@ -104,7 +106,8 @@ class EventDetector:
         signs = signs | certain_signs(scores, deviations) | is_high
         self._recent = [*self._recent, scores][-RECENT:]
         odds = self._signatures.log_odds(scores, signs)
-        is_exact = any(not sign.endswith(SOFT) for sign in signs)
+        is_own = self._is_own(scores)
+        is_exact = is_own or any(not sign.endswith(SOFT) for sign in signs)
         threshold = THRESHOLD / self._sensitivity
         both = odds + self._waiting_odds if self._waiting is not None else odds
         if odds >= threshold or is_exact or (self._waiting is not None and odds >= CLOSE and both >= threshold + CLOSE):
@@ -120,6 +123,7 @@ class EventDetector:
                 age,
                 bool(signs & HAND_SIGNS),
                 bool(is_high),
+                is_own,
             )
             self._restart(features, deviations, scores, at)
             if not is_exact and self._is_echo(event):
@@ -157,6 +161,14 @@ class EventDetector:
         total = sum(share for cause, share in posterior.items() if cause != QUIET)
         causes = [(cause, share / total) for cause, share in posterior.items() if cause != QUIET]
         return tuple(sorted(causes, key=lambda each: -each[1]))
+
+    def _is_own(self, scores: Mapping[str, FamilyScore]) -> bool:
+        """Metrics that the user registered have no signature, but a threshold."""
+        for family in scores.keys() - self._signatures.noise.keys():
+            spec = alert_spec(family)
+            if spec is not None and abs(scores[family].score) >= spec.threshold / self._sensitivity:
+                return True
+        return False
 
     def _is_echo(self, event: Event) -> bool:
         """What an event has started goes on: the training loss, for example, shows it one measurement later."""

@@ -135,8 +135,8 @@ def alert_of_event(
         title = text[:1].upper() + text[1:] if event.cause == UNCLEAR else f"{title}: {text}"
     is_serious = not event.is_intended
     score = max(abs(score.score) for score in event.scores.values())
-    if event.cause == UNCLEAR and damage is None and event.log_odds < CERTAIN and score < SEVERE:
-        is_serious = False
+    if event.cause == UNCLEAR and damage is None and not event.is_own:
+        is_serious = event.log_odds >= CERTAIN or score >= SEVERE
     causes = [] if event.is_intended else [_in_order(event.causes)]
     shown = _evidence(ranked, event.last, MAX_EVIDENCE - len(facts[:2]) - len(causes))
     suggestion = INTENDED if event.is_intended else advice.suggestion

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from curvmon.alerts.features import Feature, FeatureDeviation
+from curvmon.alerts.features import Family, Feature, FeatureDeviation, alert_spec
 from curvmon.alerts.forecast import Deviation, Forecast
 
 
@@ -47,12 +47,11 @@ RESOLUTIONS: dict[str, Resolution] = {
     "labels shift": Resolution(0.01, 0.05),
     "batches different": Resolution(0.05, 0.3),
     "batches size": Resolution(0.05, 0.3),
-    "coupling": Resolution(0.02, 0.05),
-    "stable_rank": Resolution(0.02, 0.25),
     "profile": Resolution(0.02, 0.25),
     "contrast": Resolution(0.02, 0.25),
 }
 DEFAULT = Resolution(0.02, 0.4)
+"""of metrics as well, but for their own `smallest_change`"""
 EXACT = frozenset(
     {
         "rate",
@@ -87,6 +86,13 @@ DISTANCES_KEPT = 9
 """between values of a feature, whose median is the usual one"""
 
 
+def resolution_of(family: Family) -> Resolution:
+    if family in RESOLUTIONS:
+        return RESOLUTIONS[family]
+    spec = alert_spec(family)
+    return DEFAULT if spec is None else DEFAULT._replace(min_change=spec.smallest_change)
+
+
 class FamilyScore(NamedTuple):
     score: float
     where: str
@@ -101,7 +107,7 @@ class _Past:
     """Forecast of one feature, and when its values came."""
 
     def __init__(self, family: str) -> None:
-        self.forecast = Forecast(RESOLUTIONS.get(family, DEFAULT).min_spread)
+        self.forecast = Forecast(resolution_of(family).min_spread)
         self.count = 0
         self.at: float | None = None
         self.distances: list[float] = []
@@ -240,7 +246,7 @@ def _of_tensors(deviations: Sequence[FeatureDeviation]) -> set[str]:
 
 def weighted(deviation: FeatureDeviation) -> float:
     """|z|, less for a change that is too small to matter."""
-    min_change = RESOLUTIONS.get(deviation.family, DEFAULT).min_change
+    min_change = resolution_of(deviation.family).min_change
     return deviation.deviation.score * min(1.0, abs(deviation.deviation.size) / min_change)
 
 
