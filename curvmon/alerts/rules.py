@@ -23,7 +23,7 @@ class AlertRules:
     """
 
     changes: bool = True
-    """abrupt changes of resonance, coupling, stable rank, GN-Gap, the top eigenvalue or the probe batch's loss"""
+    """events and drifts: of losses, learning rate, weights, training data, settings, operations, or the curvature"""
     sensitivity: float = 1.0
     """to changes: 2 halves the evidence that one needs, 0.5 doubles it"""
     edge_of_stability: float | None = 1.0
