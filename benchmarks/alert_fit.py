@@ -1,4 +1,4 @@
-"""Makes curvmon/alerts/signature_table.py from recorded runs of the tuned families.
+"""Makes curvmon/alerts/signature_table.py from recorded runs of all families.
 
     python -m benchmarks.alert_fit --cache runs/alerts
 
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.alert_families import TUNED
 from benchmarks.alert_recording import Recorded, load
 from curvmon.alerts.context_features import context_features
 from curvmon.alerts.event_detector import HAND
@@ -148,10 +147,27 @@ def _soft_signs(quiet: Sequence[Row]) -> dict[str, float]:
     return {sign: (count + 0.3) / (len(quiet) + 0.6) for sign, count in sorted(counts.items())}
 
 
+def used(runs: Iterable[Recorded]) -> list[Recorded]:
+    """Quiet runs and single events. The first measurement of a slow change shows little."""
+    return [
+        run
+        for run in runs
+        if run.role in ("quiet", "event", "hand") or (run.role == "drift" and run.happened[0].cause == "weight decay")
+    ]
+
+
+def left_out(runs: Iterable[Recorded]) -> dict[str, Signatures]:
+    """For every family, fitted to the runs of the others."""
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for run in used(runs):
+        rows[run.family] += rows_of(run)
+    return {family: fit([row for other in rows if other != family for row in rows[other]]) for family in rows}
+
+
 def source(signatures: Signatures) -> str:
     """The table as Python."""
     lines = [
-        '"""What events look like in runs of the tuned families. Made by `python -m benchmarks.alert_fit`."""',
+        '"""What events look like in runs of twelve families of networks. Made by `python -m benchmarks.alert_fit`."""',
         "",
         "# fmt: off",
         "from curvmon.alerts.signatures import Noise, Shares, Signatures",
@@ -189,10 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path("runs/alerts"))
     arguments = parser.parse_args()
-    runs = [run for run in load(arguments.cache, TUNED) if run.role not in ("second", "drift")]
-    runs += [
-        run for run in load(arguments.cache, TUNED) if run.role == "drift" and run.happened[0].cause == "weight decay"
-    ]
+    runs = used(load(arguments.cache))
     rows = [row for run in runs for row in rows_of(run)]
     TABLE.write_text(source(fit(rows)).replace("'", '"'))
     print(f"{len(rows)} measurements of {len(runs)} runs")

@@ -54,7 +54,7 @@ class Event(NamedTuple):
 
     has_hand_sign: bool = False
     suffers: bool = False
-    """a loss is as high as at the start of the run"""
+    """a loss is far above that at the start of the run"""
     is_own: bool = False
     """a metric that the user registered is beyond its own threshold"""
 
@@ -122,7 +122,7 @@ class EventDetector:
                 self._forecasts.last(),
                 age,
                 bool(signs & HAND_SIGNS),
-                bool(is_high),
+                self._start.is_far_above,
                 is_own,
             )
             self._restart(features, deviations, scores, at)

@@ -67,11 +67,13 @@ EXACT = frozenset(
 """families that hardly have noise: beyond CERTAIN they are a sign, below they say nothing"""
 RECOVERED = frozenset({"zeros down", "labels missing down", "batches different up"})
 """are no signs: what was wrong is over, as when zeroed weights are trained again"""
-CERTAIN = 6.0
+CERTAIN, RATE_RISE = 6.0, 3.0
+"""for a learning rate that rises, RATE_RISE is enough: it has no noise"""
 SOFT = ("jumped", "apart", "start")
 """how signs end that are not quite exact"""
 JUMPED, MANY = math.log(1.5), 0.5
 """a tensor has jumped if its norm changed by this factor; many have if this share of them did"""
+FAR_ABOVE = math.log(1.5)
 FIRST_LOSSES = 3
 """of a run, whose largest is its start"""
 GROWTH = 0.15
@@ -187,10 +189,13 @@ class LossStart:
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], list[float]] = {}
+        self.is_far_above = False
+        """one of them is, by FAR_ABOVE"""
 
     def update(self, features: Sequence[Feature]) -> frozenset[str]:
         """Signs `validation loss above start` and `training loss above start`."""
         above = set()
+        self.is_far_above = False
         for feature in features:
             if feature.family in ("validation loss", "training loss"):
                 first = self._first.setdefault((feature.family, feature.where), [])
@@ -198,6 +203,7 @@ class LossStart:
                     first.append(feature.value)
                 elif feature.value > max(first):
                     above.add(f"{feature.family} above start")
+                    self.is_far_above |= feature.value > max(first) + FAR_ABOVE
         return frozenset(above)
 
     def state_dict(self) -> list[Any]:
@@ -225,6 +231,8 @@ def certain_signs(scores: Mapping[str, FamilyScore], deviations: Sequence[Featur
         for family in EXACT & scores.keys()
         if abs(scores[family].score) > CERTAIN
     } - RECOVERED
+    if "rate" in scores and scores["rate"].score > RATE_RISE and scores["rate"].size > JUMPED:
+        signs.add("rate up")
     if "unscheduled rate up" in signs:
         signs = (signs - {"unscheduled rate up"}) | {"rate up"}
     elif "unscheduled rate" in scores and "rate up" in signs:

@@ -25,7 +25,8 @@ class Alert:
         where: a module, "layer4.conv1", a tensor, a pair of layers, "stem--layer4", or a quantity, "lambda_1".
         before: value before the change; for a rule, its threshold.
         after: value after the change.
-        score: size of the change in standard deviations; for a drift, growth per validation; for a rule, |value / threshold|.
+        score: size of the change in standard deviations; for a drift, its growth per validation; for a rule,
+            |value / threshold|.
         step: when it was measured.
         epoch: when it was measured.
         headline: what happened, where and when, in fewer than 80 characters.
