@@ -1,8 +1,8 @@
 """Slow growth towards trouble: of the learning rate, of the weights of one layer, of the training loss.
 
-Forecasts follow a trend, so that each single value is as expected. Here the last WINDOW values of a series are compared
-with the run before them: a series drifts if it grew in every one of the last RISES intervals, by much more than it
-used to deviate from its trend.
+Forecasts follow a trend, so that each single value is as expected. Here the last values of a feature are compared
+with the run before them: it drifts if it grew in every one of the last RISES intervals, by much more than it used to
+deviate from its trend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from curvmon.alerts.features import Feature
 
 RISES = 3
-"""intervals in a row that a series has to grow in; one fewer is enough if the rise is TWICE as clear"""
+"""intervals in a row that a feature has to grow in; one fewer is enough if the rise is TWICE as clear"""
 TWICE = 2.0
 KEPT, RECENT = 40, 8
 """values kept, and intervals before the rise that say what is usual"""
@@ -58,7 +58,7 @@ class DriftDetector:
                 values = self._values.setdefault((family, where), [])
                 values.append(value)
                 del values[:-KEPT]
-        found = []
+        drifts = []
         typical = self._typical_growth()
         for key, values in self._values.items():
             drift = _drift(*key, values)
@@ -68,8 +68,8 @@ class DriftDetector:
                 continue
             if key not in self._reported:
                 self._reported.add(key)
-                found.append(drift)
-        return found
+                drifts.append(drift)
+        return drifts
 
     def restart(self) -> None:
         """Something abrupt happened: what was usual before is no measure of what follows."""
