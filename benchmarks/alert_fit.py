@@ -1,4 +1,4 @@
-"""Makes curvmon/alerts/signature_table.py from recorded runs of the tuned families.
+"""Makes curvmon/alerts/signature_table.py from recorded runs of all families.
 
     python -m benchmarks.alert_fit --cache runs/alerts
 
@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.alert_families import TUNED
 from benchmarks.alert_recording import Recorded, load
 from curvmon.alerts.context_features import context_features
-from curvmon.alerts.event_detector import HAND
+from curvmon.alerts.event_detector import HAND, HAND_SIGNS
 from curvmon.alerts.evidence import EXACT, SOFT, FamilyScore, Forecasts, LossStart, certain_signs, family_scores
 from curvmon.alerts.features import features_of
 from curvmon.alerts.setting_changes import SettingChanges, kind_of
@@ -80,7 +79,7 @@ def _cause(run: Recorded) -> str:
 
 
 def fit(rows: Sequence[Row]) -> Signatures:
-    noise = _noise([row for row in rows if row.cause == QUIET])
+    noise = _noise([row for row in rows if row.cause == QUIET and not row.signs & HAND_SIGNS])
     events: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.cause != QUIET:
@@ -134,6 +133,8 @@ def _signs(cause: str, events: Sequence[Row]) -> dict[str, float]:
     counts = Counter(sign for row in events for sign in row.signs)
     signs = {}
     for sign, count in sorted(counts.items()):
+        if sign in HAND_SIGNS and cause not in HAND:  # by coincidence
+            continue
         if sign.endswith(SOFT):
             signs[sign] = 0.2 if cause in HAND else (count + 0.3) / (len(events) + 0.6)
         elif cause not in HAND or count > 1:
@@ -146,10 +147,27 @@ def _soft_signs(quiet: Sequence[Row]) -> dict[str, float]:
     return {sign: (count + 0.3) / (len(quiet) + 0.6) for sign, count in sorted(counts.items())}
 
 
+def used(runs: Iterable[Recorded]) -> list[Recorded]:
+    """Quiet runs and single events. The first measurement of a slow change shows little."""
+    return [
+        run
+        for run in runs
+        if run.role in ("quiet", "event", "hand") or (run.role == "drift" and run.happened[0].cause == "weight decay")
+    ]
+
+
+def left_out(runs: Iterable[Recorded]) -> dict[str, Signatures]:
+    """For every family, fitted to the runs of the others."""
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for run in used(runs):
+        rows[run.family] += rows_of(run)
+    return {family: fit([row for other in rows if other != family for row in rows[other]]) for family in rows}
+
+
 def source(signatures: Signatures) -> str:
     """The table as Python."""
     lines = [
-        '"""What events look like in runs of the tuned families. Made by `python -m benchmarks.alert_fit`."""',
+        '"""What events look like in runs of twelve families of networks. Made by `python -m benchmarks.alert_fit`."""',
         "",
         "from curvmon.alerts.signatures import Noise, Shares, Signatures",
         "",
@@ -171,7 +189,7 @@ def source(signatures: Signatures) -> str:
     for cause, signs in signatures.exact.items():
         lines += [
             f"        {cause!r}: {{",
-            *(f"            {sign!r}: {p:.3g}," for sign, p in signs.items()),
+            *(f"            {sign!r}: {p:.4g}," for sign, p in signs.items()),
             "        },",
         ]
     return "\n".join([*lines, "    },", f"    temper={signatures.temper:g},", ")", ""])
@@ -181,10 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path("runs/alerts"))
     arguments = parser.parse_args()
-    runs = [run for run in load(arguments.cache, TUNED) if run.role not in ("second", "drift")]
-    runs += [
-        run for run in load(arguments.cache, TUNED) if run.role == "drift" and run.happened[0].cause == "weight decay"
-    ]
+    runs = used(load(arguments.cache))
     rows = [row for run in runs for row in rows_of(run)]
     TABLE.write_text(source(fit(rows)).replace("'", '"'))
     print(f"{len(rows)} measurements of {len(runs)} runs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ from benchmarks.alert_harm import doubled_at, matters
 from benchmarks.alert_monitoring import Seen
 from benchmarks.alert_recording import Recorded
 from curvmon.alerts.manager import AlertManager
+from curvmon.alerts.signature_table import SIGNATURES
+from curvmon.alerts.signatures import Signatures
 from curvmon.records import Alert, Snapshot
 
 MEMORY, FEWEST, SIGMAS = 10, 5, 3.0
@@ -32,15 +34,15 @@ class Raised(NamedTuple):
         return self.alert is not None and self.alert.level == "info"
 
 
-Find = Callable[[Sequence[Seen]], list[Raised]]
+Find = Callable[[Recorded], list[Raised]]
 """everything that is raised in a run"""
 
 
-def alerts_of(measured: Sequence[Seen]) -> list[Raised]:
-    """Alerts and notices of an `AlertManager` with default rules."""
-    manager, past = AlertManager(), list[Snapshot]()
+def alerts_of(run: Recorded, signatures: Mapping[str, Signatures] | None = None) -> list[Raised]:
+    """Alerts and notices of an `AlertManager` with default rules; `signatures`: by family, instead of the package's."""
+    manager, past = AlertManager(signatures=(signatures or {}).get(run.family, SIGNATURES)), list[Snapshot]()
     raised: list[Raised] = []
-    for i, seen in enumerate(measured):
+    for i, seen in enumerate(run.measured):
         alerts = manager.update(seen.snapshot, past, seen.context)
         if seen.not_finite is not None:
             alerts = [*alerts, *manager.diverged(seen.not_finite, seen.snapshot, past)]
@@ -52,8 +54,9 @@ def alerts_of(measured: Sequence[Seen]) -> list[Raised]:
 def three_sigma(*metrics: str) -> Find:
     """A metric is more than three standard deviations above the mean of its last ten values, or not finite."""
 
-    def find(measured: Sequence[Seen]) -> list[Raised]:
-        return [Raised(i, None) for i in range(len(measured)) if any(_is_high(measured[: i + 1], m) for m in metrics)]
+    def find(run: Recorded) -> list[Raised]:
+        seen = run.measured
+        return [Raised(i, None) for i in range(len(seen)) if any(_is_high(seen[: i + 1], m) for m in metrics)]
 
     return find
 
@@ -112,7 +115,7 @@ class Judged(NamedTuple):
 
 
 def judged(find: Find, runs: Iterable[Recorded]) -> list[Judged]:
-    return [Judged(run, find(run.measured), matters(run)) for run in runs if run.happened]
+    return [Judged(run, find(run), matters(run)) for run in runs if run.happened]
 
 
 class Alarms(NamedTuple):
@@ -129,7 +132,7 @@ class Alarms(NamedTuple):
 
 def false_alarms(find: Find, runs: Iterable[Recorded]) -> Alarms:
     quiet = [run for run in runs if run.role == "quiet"]
-    raised = [each for run in quiet for each in find(run.measured)]
+    raised = [each for run in quiet for each in find(run)]
     notices = sum(each.is_notice for each in raised)
     return Alarms(sum(len(run.measured) for run in quiet), len(raised) - notices, notices)
 

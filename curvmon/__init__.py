@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from curvmon import closed_form, operators
-from curvmon.alerts.change_detector import ChangeDetector, Sensitivity
+from curvmon.alerts.change_detector import ChangeDetector
+from curvmon.alerts.detector import Sensitivity
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import (
     CurvmonError,

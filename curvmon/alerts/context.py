@@ -1,7 +1,6 @@
-"""The context of a measurement, which may explain a change: learning rate, training loss, weights, statistics, network.
+"""The context of a measurement: learning rate, training loss, weights, statistics, data, settings, operations.
 
-Changes of the context raise no alert. A change of the curvature at the same time needs less evidence, and its alert
-names them as likely causes.
+`ContextTracker` lists what changed in values and operations at the same time as a rule was broken.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ class Cause(NamedTuple):
     change: str
     """`x 20`, `1 fewer Add`"""
     score: float
-    lowers_threshold: bool
-    """less evidence is needed for a change of the curvature; False for a learning rate or a loss that falls"""
     before: float = math.nan
     after: float = math.nan
     """values; NaN for operations"""
@@ -75,10 +72,6 @@ class Cause(NamedTuple):
         if math.isnan(self.before):
             return f"{text} {self.change}"
         return f"{text} {before_after(self.before, self.after)} ({self.change})"
-
-    def node(self, nodes: Sequence[str]) -> str | None:
-        """The innermost node that has the tensor, or whose operations changed."""
-        return max((n for n in nodes if self.name == n or self.name.startswith(f"{n}.")), key=len, default=None)
 
 
 def context_values(
@@ -143,8 +136,7 @@ class ContextTracker:
             return None
         before = math.exp(forecast.last)
         forecast.restart(math.log(value))
-        lowers_threshold = size > 0 or kind not in MIN_CHANGES
-        return Cause(kind, name, times(before, value), score, lowers_threshold, before, value)
+        return Cause(kind, name, times(before, value), score, before, value)
 
     def _changed_operations(self, operations: Mapping[str, Mapping[str, int]]) -> list[Cause]:
         """Nodes that compute something else than before, unless they often do."""
@@ -161,7 +153,7 @@ class ContextTracker:
             kinds = sorted({*before[node], *operations[node]})
             differences = {kind: operations[node].get(kind, 0) - before[node].get(kind, 0) for kind in kinds}
             listed = [f"{abs(n)} {'more' if n > 0 else 'fewer'} {kind}" for kind, n in differences.items() if n]
-            causes.append(Cause("operations", node, ", ".join(listed), math.inf, True))
+            causes.append(Cause("operations", node, ", ".join(listed), math.inf))
         return causes
 
     def state_dict(self) -> dict[str, Any]:

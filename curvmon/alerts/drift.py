@@ -1,8 +1,8 @@
 """Slow growth towards trouble: of the learning rate, of the weights of one layer, of the training loss.
 
-Forecasts follow a trend, so that each single value is as expected. Here the last WINDOW values of a series are compared
-with the run before them: a series drifts if it grew in every one of the last RISES intervals, by much more than it
-used to change.
+Forecasts follow a trend, so that each single value is as expected. Here the last values of a feature are compared
+with the run before them: it drifts if it grew in every one of the last RISES intervals, by much more than it used to
+deviate from its trend.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 from curvmon.alerts.features import Feature
 
 RISES = 3
-"""intervals in a row that a series has to grow in"""
-KEPT = 40
-BEFORE = 4
-"""intervals before the rise that are needed to know what is usual"""
+"""intervals in a row that a feature has to grow in; one fewer is enough if the rise is TWICE as clear"""
+TWICE = 2.0
+KEPT, RECENT = 40, 8
+"""values kept, and intervals before the rise that say what is usual"""
+BEFORE: Mapping[str, int] = {"rate": 4, "weights": 8, "training loss": 4}
+"""how many of them are needed, by family: the weights of a fresh network grow"""
 LEAST: Mapping[str, float] = {"rate": math.log(1.25), "weights": math.log(1.2), "training loss": math.log(1.2)}
 """smallest rise in all, by family"""
 USUAL = 3.0
-"""the mean rise per interval is this many times the usual absolute change at least"""
+"""the mean rise per interval is this many times the usual deviation from the trend at least"""
 APART = 3.0
 """a drifting layer grows this many times as fast as the median tensor"""
 
@@ -56,7 +58,7 @@ class DriftDetector:
                 values = self._values.setdefault((family, where), [])
                 values.append(value)
                 del values[:-KEPT]
-        found = []
+        drifts = []
         typical = self._typical_growth()
         for key, values in self._values.items():
             drift = _drift(*key, values)
@@ -66,8 +68,8 @@ class DriftDetector:
                 continue
             if key not in self._reported:
                 self._reported.add(key)
-                found.append(drift)
-        return found
+                drifts.append(drift)
+        return drifts
 
     def restart(self) -> None:
         """Something abrupt happened: what was usual before is no measure of what follows."""
@@ -98,11 +100,14 @@ def _drift(family: str, where: str, values: Sequence[float]) -> Drift | None:
     rising = 0
     while rising < len(steps) and steps[-1 - rising] > 0:
         rising += 1
-    if rising < RISES or len(steps) - rising < BEFORE:
+    if rising < RISES - 1 or len(steps) - rising < BEFORE[family]:
         return None
+    clear = TWICE if rising < RISES else 1.0
     before, after = values[-1 - rising], values[-1]
-    usual = statistics.median(abs(step) for step in steps[:-rising])
-    if after - before < LEAST[family] or (after - before) / rising < USUAL * usual:
+    recent = steps[:-rising][-RECENT:]
+    trend = statistics.median(recent)
+    usual = statistics.median(abs(step - trend) for step in recent)
+    if after - before < clear * LEAST[family] or (after - before) / rising < clear * USUAL * usual:
         return None
     if family == "rate" and after <= max(values[: -1 - rising]):  # a schedule that goes up and down
         return None

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from curvmon.alerts.evidence import SOFT, FamilyScore, Forecasts, LossStart, certain_signs, family_scores, weighted
-from curvmon.alerts.features import Feature, FeatureDeviation
+from curvmon.alerts.features import Feature, FeatureDeviation, alert_spec
 from curvmon.alerts.place import places
 from curvmon.alerts.setting_changes import TRAINED
 from curvmon.alerts.signatures import QUIET, UNCLEAR, Signatures
@@ -22,7 +22,7 @@ THRESHOLD = 3.0
 CLOSE = -1.0
 """from which on a measurement waits for the next one"""
 RESTARTED = 3.0
-"""features that deviate by more than this start anew after an event"""
+"""features that deviate by more than this start again after an event"""
 SETTLING, DAMPED = 6, 0.4
 """for so many measurements after an event, scores of affected families are multiplied by this; it fades"""
 RECENT = 4
@@ -54,7 +54,9 @@ class Event(NamedTuple):
 
     has_hand_sign: bool = False
     suffers: bool = False
-    """a loss is as high as at the start of the run"""
+    """a loss is far above that at the start of the run"""
+    is_own: bool = False
+    """a metric that the user registered is beyond its own threshold"""
 
     @property
     def is_intended(self) -> bool:
@@ -104,10 +106,11 @@ class EventDetector:
         signs = signs | certain_signs(scores, deviations) | is_high
         self._recent = [*self._recent, scores][-RECENT:]
         odds = self._signatures.log_odds(scores, signs)
-        is_exact = any(not sign.endswith(SOFT) for sign in signs)
+        is_own = self._is_own(scores)
+        is_exact = is_own or any(not sign.endswith(SOFT) for sign in signs)
         threshold = THRESHOLD / self._sensitivity
         both = odds + self._waiting_odds if self._waiting is not None else odds
-        if odds >= threshold or is_exact or (self._waiting is not None and odds >= CLOSE and both >= THRESHOLD + CLOSE):
+        if odds >= threshold or is_exact or (self._waiting is not None and odds >= CLOSE and both >= threshold + CLOSE):
             causes, where = self._causes(scores, signs), places(deviations, rebuilt, named)
             age = 1 if self._waiting is None else 2
             event = Event(
@@ -119,7 +122,8 @@ class EventDetector:
                 self._forecasts.last(),
                 age,
                 bool(signs & HAND_SIGNS),
-                bool(is_high),
+                self._start.is_far_above,
+                is_own,
             )
             self._restart(features, deviations, scores, at)
             if not is_exact and self._is_echo(event):
@@ -146,10 +150,10 @@ class EventDetector:
         """Of a slow change: Σ s / sqrt(n), s: the scores of a family in the last n measurements."""
         summed: dict[str, FamilyScore] = {}
         recent = self._recent[-count:]
-        for family in {family for scores in recent for family in scores}:
-            known = [scores[family] for scores in recent if family in scores]
-            total = sum(score.score for score in known) / math.sqrt(len(known))
-            summed[family] = known[-1]._replace(score=total)
+        for family in sorted({family for scores in recent for family in scores}):
+            damped = [scores[family] for scores in recent if family in scores]
+            total = sum(score.score for score in damped) / math.sqrt(len(damped))
+            summed[family] = damped[-1]._replace(score=total)
         return self._causes(summed, certain_signs(summed))
 
     def _causes(self, scores: Mapping[str, FamilyScore], signs: frozenset[str]) -> tuple[tuple[str, float], ...]:
@@ -157,6 +161,14 @@ class EventDetector:
         total = sum(share for cause, share in posterior.items() if cause != QUIET)
         causes = [(cause, share / total) for cause, share in posterior.items() if cause != QUIET]
         return tuple(sorted(causes, key=lambda each: -each[1]))
+
+    def _is_own(self, scores: Mapping[str, FamilyScore]) -> bool:
+        """Metrics that the user registered have no signature, but a threshold."""
+        for family in scores.keys() - self._signatures.noise.keys():
+            spec = alert_spec(family)
+            if spec is not None and abs(scores[family].score) >= spec.threshold / self._sensitivity:
+                return True
+        return False
 
     def _is_echo(self, event: Event) -> bool:
         """What an event has started goes on: the training loss, for example, shows it one measurement later."""
@@ -187,7 +199,7 @@ class EventDetector:
         self._waiting = None
 
     def forget(self, families: Container[str]) -> None:
-        """Features of these families start anew, without a past."""
+        """Features of these families start again, without a past."""
         self._forecasts.forget(families)
         self._waiting = None
 

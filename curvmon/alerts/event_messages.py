@@ -9,7 +9,7 @@ from typing import NamedTuple
 from curvmon.alerts.drift import Drift
 from curvmon.alerts.event_detector import CLEAR, Event
 from curvmon.alerts.evidence import AFFECTED, weighted
-from curvmon.alerts.family_wording import WORDINGS, in_words, wording_of
+from curvmon.alerts.family_wording import WORDINGS, in_words, metric_of, wording_of
 from curvmon.alerts.features import FeatureDeviation
 from curvmon.alerts.observations import MAX_EVIDENCE, checkpoint, since
 from curvmon.alerts.signatures import UNCLEAR
@@ -18,6 +18,8 @@ from curvmon.records import Alert, Snapshot
 from curvmon.records.formatting import short
 
 VISIBLE = math.log(1.2)
+SHOWN = 3.0
+"""standard deviations, from which on a feature is evidence; the largest one is anyway"""
 MAX_CAUSES, MAX_PAIRS = 2, 6
 
 
@@ -30,7 +32,6 @@ class Advice(NamedTuple):
     """with {since} and {checkpoint}"""
 
 
-_SAME = "Check what changed {since}."
 ADVICE = {
     "learning rate": Advice(
         "Learning rate changed", "Learning rate changed",
@@ -134,15 +135,15 @@ def alert_of_event(
         title = text[:1].upper() + text[1:] if event.cause == UNCLEAR else f"{title}: {text}"
     is_serious = not event.is_intended
     score = max(abs(score.score) for score in event.scores.values())
-    if event.cause == UNCLEAR and damage is None and event.log_odds < CERTAIN and score < SEVERE:
-        is_serious = False
+    if event.cause == UNCLEAR and damage is None and not event.is_own:
+        is_serious = event.log_odds >= CERTAIN or score >= SEVERE
     causes = [] if event.is_intended else [_in_order(event.causes)]
     shown = _evidence(ranked, event.last, MAX_EVIDENCE - len(facts[:2]) - len(causes))
     suggestion = INTENDED if event.is_intended else advice.suggestion
     texts = {"since": since(before, now), "checkpoint": checkpoint(before, now)}
     return Alert(
         kind="intervention" if event.is_intended else "jump",
-        metric=main.family.replace(" ", "_") if main.family in WORDINGS else main.family,
+        metric=metric_of(main.family),
         where=place or main.where,
         before=values[0],
         after=values[1],
@@ -176,7 +177,7 @@ def alert_of_drift(drift: Drift, causes: Sequence[tuple[str, float]], before: Sn
     texts = {"since": since(before, now), "checkpoint": checkpoint(before, now)}
     return Alert(
         kind="drift",
-        metric=drift.family.replace(" ", "_"),
+        metric=metric_of(drift.family),
         where=drift.where,
         before=values[0],
         after=values[1],
@@ -210,7 +211,7 @@ def _damage(ranked: Sequence[FeatureDeviation]) -> FeatureDeviation | None:
     """A loss that rose visibly, the one with the largest score."""
     for deviation in ranked:
         wording = WORDINGS.get(deviation.family)
-        if wording is None or not wording.is_damage or weighted(deviation) < 3:
+        if wording is None or not wording.is_damage or weighted(deviation) < SHOWN:
             continue
         if deviation.deviation.size > VISIBLE:
             return deviation
@@ -229,7 +230,7 @@ def _evidence(ranked: Sequence[FeatureDeviation], last: Mapping[tuple[str, str],
     """The members with the largest scores, one of each family."""
     shown: dict[str, str] = {}
     for deviation in ranked:
-        if deviation.family not in shown and len(shown) < count and weighted(deviation) > 1:
+        if deviation.family not in shown and len(shown) < count and (not shown or weighted(deviation) > SHOWN):
             forecast, size = deviation.deviation.forecast, deviation.deviation.size
             before = last.get((deviation.family, deviation.where), forecast)
             shown[deviation.family] = in_words(deviation.family, deviation.where, before, forecast + size)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from curvmon.alerts.features import Feature, FeatureDeviation
+from curvmon.alerts.features import Family, Feature, FeatureDeviation, alert_spec
 from curvmon.alerts.forecast import Deviation, Forecast
 
 
@@ -47,12 +47,11 @@ RESOLUTIONS: dict[str, Resolution] = {
     "labels shift": Resolution(0.01, 0.05),
     "batches different": Resolution(0.05, 0.3),
     "batches size": Resolution(0.05, 0.3),
-    "coupling": Resolution(0.02, 0.05),
-    "stable_rank": Resolution(0.02, 0.25),
     "profile": Resolution(0.02, 0.25),
     "contrast": Resolution(0.02, 0.25),
 }
 DEFAULT = Resolution(0.02, 0.4)
+"""of metrics as well, but for their own `smallest_change`"""
 EXACT = frozenset(
     {
         "rate",
@@ -66,11 +65,15 @@ EXACT = frozenset(
     }
 )
 """families that hardly have noise: beyond CERTAIN they are a sign, below they say nothing"""
-CERTAIN = 6.0
+RECOVERED = frozenset({"zeros down", "labels missing down", "batches different up"})
+"""are no signs: what was wrong is over, as when zeroed weights are trained again"""
+CERTAIN, RATE_RISE = 6.0, 3.0
+"""for a learning rate that rises, RATE_RISE is enough: it has no noise"""
 SOFT = ("jumped", "apart", "start")
 """how signs end that are not quite exact"""
 JUMPED, MANY = math.log(1.5), 0.5
 """a tensor has jumped if its norm changed by this factor; many have if this share of them did"""
+FAR_ABOVE = math.log(1.5)
 FIRST_LOSSES = 3
 """of a run, whose largest is its start"""
 GROWTH = 0.15
@@ -85,6 +88,13 @@ DISTANCES_KEPT = 9
 """between values of a feature, whose median is the usual one"""
 
 
+def resolution_of(family: Family) -> Resolution:
+    if family in RESOLUTIONS:
+        return RESOLUTIONS[family]
+    spec = alert_spec(family)
+    return DEFAULT if spec is None else DEFAULT._replace(min_change=spec.smallest_change)
+
+
 class FamilyScore(NamedTuple):
     score: float
     where: str
@@ -95,11 +105,11 @@ class FamilyScore(NamedTuple):
     """share of the members that deviate by more than AFFECTED"""
 
 
-class _Series:
+class _Past:
     """Forecast of one feature, and when its values came."""
 
     def __init__(self, family: str) -> None:
-        self.forecast = Forecast(RESOLUTIONS.get(family, DEFAULT).min_spread)
+        self.forecast = Forecast(resolution_of(family).min_spread)
         self.count = 0
         self.at: float | None = None
         self.distances: list[float] = []
@@ -121,54 +131,54 @@ class Forecasts:
     """One forecast for each feature."""
 
     def __init__(self) -> None:
-        self._series: dict[tuple[str, str], _Series] = {}
+        self._pasts: dict[tuple[str, str], _Past] = {}
 
     def deviations(self, features: Sequence[Feature], at: float | None = None) -> list[FeatureDeviation]:
         """`at`: the step of the measurement; forecasts across a gap are less certain."""
         return [FeatureDeviation(f.family, f.where, self._deviation(f, at)) for f in features]
 
     def _deviation(self, feature: Feature, at: float | None) -> Deviation:
-        series = self._series.get((feature.family, feature.where))
-        if series is None:
+        past = self._pasts.get((feature.family, feature.where))
+        if past is None:
             return Deviation(0.0, 0.0, feature.value)
-        deviation = series.forecast.deviation(feature.value, feature.stderr, series.gap(at))
-        early = EARLY * max(0.0, SETTLED - series.count) / SETTLED
+        deviation = past.forecast.deviation(feature.value, feature.stderr, past.gap(at))
+        early = EARLY * max(0.0, SETTLED - past.count) / SETTLED
         return deviation._replace(score=deviation.score / (1 + early))
 
     def append(self, features: Sequence[Feature], at: float | None = None) -> None:
         for feature in features:
-            series = self._series.setdefault((feature.family, feature.where), _Series(feature.family))
-            series.forecast.append(feature.value)
-            series.move(at)
+            past = self._pasts.setdefault((feature.family, feature.where), _Past(feature.family))
+            past.forecast.append(feature.value)
+            past.move(at)
 
     def restart(self, features: Sequence[Feature], at: float | None = None) -> None:
         """Forget the level, not the spread."""
         for feature in features:
-            series = self._series.setdefault((feature.family, feature.where), _Series(feature.family))
-            series.forecast.restart(feature.value)
-            series.move(at)
+            past = self._pasts.setdefault((feature.family, feature.where), _Past(feature.family))
+            past.forecast.restart(feature.value)
+            past.move(at)
 
     def last(self) -> dict[tuple[str, str], float]:
         """The last value of every feature."""
-        return {key: series.forecast.last for key, series in self._series.items()}
+        return {key: past.forecast.last for key, past in self._pasts.items()}
 
     def forget(self, families: Container[str]) -> None:
-        """Features of these families start anew, without a past."""
-        self._series = {key: series for key, series in self._series.items() if key[0] not in families}
+        """Features of these families start again, without a past."""
+        self._pasts = {key: past for key, past in self._pasts.items() if key[0] not in families}
 
     def state_dict(self) -> list[Any]:
         """Lists, dicts and numbers only."""
         return [
-            [*key, series.forecast.state_dict(), series.count, series.at, list(series.distances)]
-            for key, series in self._series.items()
+            [*key, past.forecast.state_dict(), past.count, past.at, list(past.distances)]
+            for key, past in self._pasts.items()
         ]
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
-        self._series = {}
+        self._pasts = {}
         for family, where, forecast, count, at, distances in state:
-            series = self._series[family, where] = _Series(family)
-            series.forecast.load_state_dict(forecast)
-            series.count, series.at, series.distances = count, at, list(distances)
+            past = self._pasts[family, where] = _Past(family)
+            past.forecast.load_state_dict(forecast)
+            past.count, past.at, past.distances = count, at, list(distances)
 
 
 class LossStart:
@@ -179,10 +189,13 @@ class LossStart:
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], list[float]] = {}
+        self.is_far_above = False
+        """one of them is, by FAR_ABOVE"""
 
     def update(self, features: Sequence[Feature]) -> frozenset[str]:
         """Signs `validation loss above start` and `training loss above start`."""
         above = set()
+        self.is_far_above = False
         for feature in features:
             if feature.family in ("validation loss", "training loss"):
                 first = self._first.setdefault((feature.family, feature.where), [])
@@ -190,6 +203,7 @@ class LossStart:
                     first.append(feature.value)
                 elif feature.value > max(first):
                     above.add(f"{feature.family} above start")
+                    self.is_far_above |= feature.value > max(first) + FAR_ABOVE
         return frozenset(above)
 
     def state_dict(self) -> list[Any]:
@@ -216,7 +230,9 @@ def certain_signs(scores: Mapping[str, FamilyScore], deviations: Sequence[Featur
         f"{family} {'up' if scores[family].score > 0 else 'down'}"
         for family in EXACT & scores.keys()
         if abs(scores[family].score) > CERTAIN
-    }
+    } - RECOVERED
+    if "rate" in scores and scores["rate"].score > RATE_RISE and scores["rate"].size > JUMPED:
+        signs.add("rate up")
     if "unscheduled rate up" in signs:
         signs = (signs - {"unscheduled rate up"}) | {"rate up"}
     elif "unscheduled rate" in scores and "rate up" in signs:
@@ -238,7 +254,7 @@ def _of_tensors(deviations: Sequence[FeatureDeviation]) -> set[str]:
 
 def weighted(deviation: FeatureDeviation) -> float:
     """|z|, less for a change that is too small to matter."""
-    min_change = RESOLUTIONS.get(deviation.family, DEFAULT).min_change
+    min_change = resolution_of(deviation.family).min_change
     return deviation.deviation.score * min(1.0, abs(deviation.deviation.size) / min_change)
 
 

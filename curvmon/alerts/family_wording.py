@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from curvmon.alerts.context_features import ERROR_OFFSET
+from curvmon.alerts.features import RESONANCE, alert_spec
 from curvmon.alerts.wording import before_after
 from curvmon.metrics.registry import get
 
@@ -55,16 +56,28 @@ WORDINGS = {
 }
 
 
+def metric_of(family: str) -> str:
+    """What users know it by."""
+    if family in RESONANCE:
+        return "resonance"
+    return family.replace(" ", "_")
+
+
 def wording_of(family: str) -> Wording:
     if family in WORDINGS:
         return WORDINGS[family]
     spec = get(family)
     offset = spec.alert.offset if spec.alert is not None else 0.0
-    return Wording(f"{spec.title} {{}}", lambda value: math.exp(value) - offset)
+    title = spec.title.replace("{", "{{").replace("}", "}}")
+    return Wording(f"{title} {{}}", lambda value: math.exp(value) - offset)
 
 
 def in_words(family: str, where: str, before: float, after: float) -> str:
-    """`norm of head.weight: 0.82 → 24.6`; before and after: values of the feature."""
+    """`norm of head.weight: 0.82 → 24.6`, and what it means where that is known; before, after: of the feature."""
     wording = wording_of(family)
     name = wording.text.format(where).strip()
-    return f"{name}: {before_after(wording.value(before), wording.value(after))}"
+    text = f"{name}: {before_after(wording.value(before), wording.value(after))}"
+    spec = alert_spec(family)
+    if spec is None or after == before:
+        return text
+    return f"{text} ({spec.rise if after > before else spec.fall})"

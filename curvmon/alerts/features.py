@@ -11,13 +11,14 @@ import math
 from typing import NamedTuple
 
 from curvmon.alerts.forecast import Deviation
-from curvmon.metrics.registry import pair_metrics, scalar_metrics
-from curvmon.records import Measurement, Pair, Snapshot
+from curvmon.metrics.registry import AlertSpec, all_metrics, pair_metrics, scalar_metrics
+from curvmon.records import Measurement, Snapshot
 
 Family = str
 """level, profile or contrast of the resonance, or the name of a metric in the registry"""
 
-
+RESONANCE: frozenset[Family] = frozenset({"level", "profile", "contrast"})
+"""families of the metric `resonance`"""
 MIN_VALUE = 1e-30
 """smaller values have no logarithm"""
 
@@ -52,7 +53,13 @@ def features_of(snapshot: Snapshot) -> list[Feature]:
 
 def layer_families() -> frozenset[Family]:
     """Families without a past where other nodes are measured."""
-    return frozenset({"level", "profile", "contrast", *(spec.name for spec in pair_metrics())})
+    return RESONANCE | {spec.name for spec in pair_metrics()}
+
+
+def alert_spec(family: Family) -> AlertSpec | None:
+    """Of the metric; None for families that are none."""
+    name = "resonance" if family in RESONANCE else family
+    return next((spec.alert for spec in all_metrics() if spec.name == name), None)
 
 
 def _resonance_features(m: Measurement) -> list[Feature]:
@@ -109,10 +116,3 @@ def _logarithm(family: Family, where: str, value: float, stderr: float) -> list[
         return []
     stderr = stderr if math.isfinite(stderr) else value
     return [Feature(family, where, math.log(value), min(stderr / value, 1.0))]
-
-
-def pairs_across(nodes: tuple[str, ...], node: str) -> list[Pair]:
-    """The pairs with one end before `node` and the other at or after it, nearest first."""
-    at = nodes.index(node)
-    pairs = [(i, j) for i in range(at) for j in range(at, len(nodes))]
-    return [Pair(nodes[i], nodes[j]) for i, j in sorted(pairs, key=lambda ij: (ij[1] - ij[0], ij[1]))]

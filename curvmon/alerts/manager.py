@@ -19,6 +19,7 @@ from curvmon.alerts.rule_messages import alert_of_explosion
 from curvmon.alerts.rules import AlertRules
 from curvmon.alerts.setting_changes import DROPOUT, FORWARD, STATISTICS, SettingChanges, kind_of
 from curvmon.alerts.signature_table import SIGNATURES
+from curvmon.alerts.signatures import Signatures
 from curvmon.records import Alert, Snapshot
 from curvmon.records.thinning import thinned
 
@@ -42,16 +43,18 @@ class AlertManager:
 
     Args:
         alerts: True for the default rules. False raises none, and keeps those of a checkpoint.
+        signatures: what events look like.
 
     Attributes:
         enabled: False if no alerts are raised.
         raised: everything raised so far, notices included, oldest first.
     """
 
-    def __init__(self, alerts: bool | AlertRules = True) -> None:
+    def __init__(self, alerts: bool | AlertRules = True, signatures: Signatures = SIGNATURES) -> None:
         self.enabled = bool(alerts)
         self._rules = alerts if isinstance(alerts, AlertRules) else AlertRules()
-        self._events = EventDetector(SIGNATURES, self._rules.sensitivity)
+        self._signatures = signatures
+        self._events = EventDetector(signatures, self._rules.sensitivity)
         self._drifts = DriftDetector()
         self._settings = SettingChanges()
         self._checker = RuleChecker(self._rules)
@@ -178,7 +181,7 @@ class AlertManager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """All or nothing. A checkpoint without a detector, because alerts were off, starts detection empty."""
         raised = [Alert.from_dict(alert) for alert in state.get("raised", ())]
-        events, drifts = EventDetector(SIGNATURES, self._rules.sensitivity), DriftDetector()
+        events, drifts = EventDetector(self._signatures, self._rules.sensitivity), DriftDetector()
         settings = SettingChanges()
         checker, context = RuleChecker(self._rules), ContextTracker()
         nodes, last_step = None, 0

@@ -71,7 +71,7 @@ def list_causes(causes: Sequence[Cause]) -> str:
 
 def raised_rate(causes: Sequence[Cause]) -> Cause | None:
     """A learning rate that rose."""
-    return next((cause for cause in causes if cause.kind == "learning rate" and cause.lowers_threshold), None)
+    return next((cause for cause in causes if cause.kind == "learning rate" and cause.after > cause.before), None)
 
 
 def loss_rose(before: Snapshot | None, now: Snapshot) -> bool:

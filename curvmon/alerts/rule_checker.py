@@ -173,7 +173,9 @@ class RuleChecker:
             return None
         ratio, usual = spectrum.stability_ratio, self._ratios
         self._ratios = [*usual, ratio][-RATIOS_KEPT:]
-        if not ratio > max(limit, FAR * statistics.median(usual) if len(usual) >= FEWEST_RATIOS else limit):
+        if len(usual) >= FEWEST_RATIOS:
+            limit = max(limit, FAR * statistics.median(usual))
+        if not ratio > limit:
             return None
         return Violation(
             rule="far_beyond_stability",

@@ -23,14 +23,15 @@ class AlertRules:
     """
 
     changes: bool = True
-    """abrupt changes of resonance, coupling, stable rank, GN-Gap, the top eigenvalue or the probe batch's loss"""
+    """events and drifts: of losses, learning rate, weights, training data, settings, operations, or the curvature"""
     sensitivity: float = 1.0
     """to changes: 2 halves the evidence that one needs, 0.5 doubles it"""
     edge_of_stability: float | None = 1.0
     """sharpness over the largest stable sharpness of the optimizer; a notice, no alert: most runs get there"""
     far_beyond_stability: float | None = 20.0
-    """the same ratio as a warning. A probe batch of 32 is sharper than the whole data, so runs that train well reach
-    several times the limit; for training with full batches, 1.5 is far"""
+    """the same ratio as a warning, if it is also 3 times its median over the last measurements (from four on). A probe
+    batch of 32 is sharper than the whole data, so runs that train well reach several times the limit; for training with
+    full batches, 1.5 is far"""
     coupling_above: float | None = 1.05
     """a coupling that exceeds this by more than its error; a notice. Above 1 the tensor part, which Gauss-Newton
     misses, contributes; it need not dominate"""

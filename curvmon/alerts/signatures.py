@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from curvmon.alerts.evidence import EXACT, SOFT, FamilyScore
 
@@ -88,10 +88,9 @@ class Signatures:
             ]
             total += _log_sum([math.log(share) + density for share, density in terms if share > 0])
         total *= self.temper
-        known = {sign for table in self.exact.values() for sign in table}
-        for sign in known:
+        for sign in sorted({sign for table in self.exact.values() for sign in table}):  # sums of floats depend on it
             rare = RARE_SOFT if sign.endswith(SOFT) and cause != QUIET else RARE_SIGN
-            share = self.exact.get(cause, {}).get(sign, rare)
+            share = min(self.exact.get(cause, {}).get(sign, rare), 1 - RARE_SIGN)
             total += math.log(share if sign in signs else 1 - share)
         return total
 
@@ -115,17 +114,3 @@ class Signatures:
 def _log_sum(values: list[float]) -> float:
     largest = max(values)
     return largest + math.log(sum(math.exp(value - largest) for value in values))
-
-
-def signatures_from(table: Mapping[str, Any]) -> Signatures:
-    """From plain lists and numbers."""
-    return Signatures(
-        noise={family: Noise(*values) for family, values in table["noise"].items()},
-        shares={
-            cause: {family: Shares(*values) for family, values in families.items()}
-            for cause, families in table["shares"].items()
-        },
-        priors=dict(table["priors"]),
-        exact={cause: dict(signs) for cause, signs in table["exact"].items()},
-        temper=table["temper"],
-    )

@@ -26,32 +26,31 @@ from curvmon.records import METRICS, Measurement, Snapshot, mean_by_distance
 
 SPECTRUM, LAYERS = "spectrum of the Hessian", "by distance between layers"
 """sections of a dashboard, below that of the headline"""
-_RESERVED_NAMES = ("level", "profile", "contrast", "hessian", "by_distance", "eigenvalues")
-"""parts of the resonance, and the metric of alerts on λ₁, in `curvmon.alerts`; pictures that are no heatmaps"""
+_OF_ALERTS = ("level", "profile", "contrast", "hessian", "rate", "weights", "statistics", "zeros")
+_RESERVED_NAMES = (*_OF_ALERTS, "by_distance", "eigenvalues")
+"""features that alerts watch, and the metric of alerts on λ₁, in `curvmon.alerts`; pictures that are no heatmaps"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlertSpec:
     """When a change of log(value + offset) is significant, and what it means.
 
-    Values that are not positive after the offset is added have no logarithm and are skipped. The monitor multiplies
-    both thresholds by `DetectorSettings.threshold_factor`.
+    Values that are not positive after the offset is added have no logarithm and are skipped.
 
     Attributes:
-        threshold: threshold of the largest deviation among all values of the metric, in standard deviations.
-        family_threshold: threshold of the root mean square deviation of all values, in standard deviations.
-        smallest_change: |Δ log(value + offset)| below which a change is never reported.
+        smallest_change: smaller |Δ log(value + offset)| count in proportion.
         rise: meaning of an increase, one clause of the alert's message.
         fall: meaning of a decrease, one clause.
+        threshold: of a metric that you register: a value so many standard deviations off its forecast is an alert. The
+            metrics of curvmon have none; a change of them is judged together with everything else.
         offset: number added before the logarithm; values well below it count as zero.
         per_pair: whether every pair is a feature; False for resonance alone, which `alerts.features` decomposes first.
     """
 
-    threshold: float
-    family_threshold: float
     smallest_change: float
     rise: str
     fall: str
+    threshold: float = 10.0
     offset: float = 0.0
     per_pair: bool = True
 
@@ -238,7 +237,7 @@ def register(spec: Spec) -> Spec:
         >>> from curvmon.metrics import AlertSpec, PairMetric, register, unregister
         >>> def spectral_norm(measurement):  # values and their standard errors
         ...     return measurement.spectral_norm, 0.01 * measurement.spectral_norm
-        >>> alert = AlertSpec(threshold=6.0, family_threshold=4.0, smallest_change=0.4,
+        >>> alert = AlertSpec(threshold=10.0, smallest_change=0.4,
         ...                   rise="one direction curves more strongly", fall="one direction became flatter")
         >>> metric = register(PairMetric(name="spectral_norm", title="spectral norm", symbol="S", log_scale=True,
         ...                              chart="spectral norm by distance", compute=spectral_norm, alert=alert))

@@ -17,15 +17,16 @@ PROBE_LOSS = "the loss of the probe batch"
 
 @dataclass(frozen=True)
 class Alert:
-    """An abrupt change of the curvature, or a rule whose condition holds.
+    """Something that changed in a run, or a rule whose condition holds.
 
     Attributes:
-        kind: "jump", "drift", or the name of a rule.
+        kind: "jump", "drift", "intervention" for what is done on purpose, or the name of a rule.
         metric: that changed.
-        where: a pair of layers, "stem--layer4", or a quantity, "lambda_1".
+        where: a module, "layer4.conv1", a tensor, a pair of layers, "stem--layer4", or a quantity, "lambda_1".
         before: value before the change; for a rule, its threshold.
         after: value after the change.
-        score: size of the change in standard deviations; for a rule, |value / threshold|.
+        score: size of the change in standard deviations; for a drift, its growth per validation; for a rule,
+            |value / threshold|.
         step: when it was measured.
         epoch: when it was measured.
         headline: what happened, where and when, in fewer than 80 characters.

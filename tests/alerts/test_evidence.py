@@ -84,6 +84,7 @@ def test_exact_signs() -> None:
 
     assert signs() == {"scheduled rate up", "zeros up", "batches size down"}
     assert signs(unscheduled_rate=math.log(20), zeros=0.0, batches_size=0.0) == {"rate up"}
+    assert signs(rate=0.0, zeros=-0.5, batches_size=0.0) == set()  # what was zeroed is trained again
 
 
 def test_signs_of_single_tensors() -> None:

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from curvmon import Pair
-from curvmon.alerts.detector import thresholds_of
-from curvmon.alerts.features import Feature, features_of, pairs_across
+from curvmon.alerts.features import Feature, features_of
 from curvmon.metrics.registry import pair_metrics
 from curvmon.records import Snapshot
 from tests.helpers.synthetic_snapshots import NODES, snapshot
@@ -57,11 +55,6 @@ def test_pair_metrics_follow_their_table() -> None:
         assert math.isclose(values["stem--b"], math.log(getattr(now.measurement, metric)[0, 2].item() + offset))
 
 
-def test_every_family_has_thresholds() -> None:
-    families = {feature.family for feature in features_of(snapshot(0, random.Random(0)))} | {"lambda_1"}
-    assert all(thresholds_of(family).largest >= thresholds_of(family).rms > 0 for family in families)
-
-
 def test_undefined_values_and_zeros_are_missing() -> None:
     now = snapshot(0, random.Random(0))
     assert now.measurement is not None
@@ -81,9 +74,3 @@ def test_an_infinite_standard_error_counts_as_the_value_itself() -> None:
     errors = {**now.measurement.stderr, "coupling": torch.full_like(now.measurement.coupling, math.inf)}
     features = features_of(replace(now, measurement=replace(now.measurement, stderr=errors)))
     assert {f.stderr for f in features if f.family == "coupling"} == {1.0}
-
-
-def test_pairs_across_a_node_are_nearest_first() -> None:
-    pairs = pairs_across(("a", "b", "c"), "b")
-    assert pairs == [Pair("a", "b"), Pair("a", "c")]
-    assert pairs_across(("a", "b", "c"), "a") == []

@@ -67,10 +67,18 @@ def test_a_healthy_run_raises_nothing() -> None:
 
 
 def test_a_rule_raises_again_only_after_its_condition_has_ceased() -> None:
-    broken, fine = BROKEN["far_beyond_stability"], FINE
+    broken, fine = BROKEN["coupling_above"], FINE
     pattern = [broken] * 4 + [fine] * 2 + [broken] * 4 + [fine] * 3 + [broken] * 4
     raised = kinds_raised(AlertRules(), *(at(i, **parts) for i, parts in enumerate(pattern)))
-    assert [i for i, kinds in enumerate(raised) if "far_beyond_stability" in kinds] == [2, 15]
+    assert [i for i, kinds in enumerate(raised) if "coupling_above" in kinds] == [2, 15]
+
+
+@pytest.mark.parametrize(("usual", "later", "raised_at"), [(2.0, 22.0, [7]), (8.0, 22.0, []), (8.0, 26.0, [7])])
+def test_far_beyond_stability_is_relative_to_what_is_usual(usual: float, later: float, raised_at: list[int]) -> None:
+    """With Adam, good runs may be far beyond their limit all the time: 3 times the median is too much."""
+    ratios = [usual] * 5 + [later] * 5
+    raised = kinds_raised(AlertRules(), *(at(i, spectrum=spectrum(ratio)) for i, ratio in enumerate(ratios)))
+    assert [i for i, kinds in enumerate(raised) if "far_beyond_stability" in kinds] == raised_at
 
 
 def test_a_coupling_within_its_error_raises_nothing() -> None:
@@ -109,16 +117,18 @@ def test_notices_have_level_info() -> None:
     assert all(math.isfinite(alert.score) for alert in raised)
 
 
-def test_the_checker_survives_a_checkpoint() -> None:
-    broken = [at(i, **BROKEN["far_beyond_stability"]) for i in range(6)]
-    whole = RuleChecker(AlertRules())
-    first = RuleChecker(AlertRules())
-    for snapshot in broken[:2]:
-        whole.update(snapshot), first.update(snapshot)
-    second = RuleChecker(AlertRules())
-    second.load_state_dict(first.state_dict())
-    for snapshot in broken[2:]:
-        assert [a.kind for a in second.update(snapshot)] == [a.kind for a in whole.update(snapshot)]
+@pytest.mark.parametrize(("ratios", "kind"), [([30.0] * 4, True), ([8.0] * 4 + [22.0] * 4, False)])
+def test_the_checker_survives_a_checkpoint(ratios: list[float], kind: bool) -> None:
+    """At any measurement; the ratios that are usual as well."""
+    snapshots = [at(i, spectrum=spectrum(ratio)) for i, ratio in enumerate(ratios)]
+    whole = kinds_raised(AlertRules(), *snapshots)
+    assert any("far_beyond_stability" in kinds for kinds in whole) is kind
+    for stop in range(len(snapshots)):
+        first, second = RuleChecker(AlertRules()), RuleChecker(AlertRules())
+        for snapshot in snapshots[:stop]:
+            first.update(snapshot)
+        second.load_state_dict(first.state_dict())
+        assert [[a.kind for a in second.update(snapshot)] for snapshot in snapshots[stop:]] == whole[stop:]
 
 
 def test_a_missing_value_does_not_end_a_condition() -> None:

@@ -17,7 +17,7 @@ from curvmon.records import PROBE_LOSS, Snapshot, VitalSigns
 from tests.helpers.synthetic_records import synthetic_spectrum
 
 NODES = ("encoder.stem", "encoder.layer1", "encoder.layer2")
-RATE = Cause("learning rate", "", "x 300", 9.0, True, 0.001, 0.3)
+RATE = Cause("learning rate", "", "x 300", 9.0, 0.001, 0.3)
 
 
 def measurement(coupling: float = 0.5, rank: float = 3.0, gap: float = 0.1, loss: float = 1.0) -> Measurement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,13 @@ def test_an_exact_sign_decides() -> None:
     with_sign = TABLE.posterior(scores(loss=30.0, update=0.1), frozenset({"sign"}))
     assert with_sign["b"] > 0.99
     assert TABLE.posterior({}, frozenset({"sign"}))["b"] > 0.98
+
+
+def test_a_sign_that_has_always_come_may_be_missing() -> None:
+    always = replace(TABLE, exact={"b": {"sign": 1.0}})
+    assert 0 < always.posterior(scores(loss=30.0), frozenset())["b"] < 0.01
+    for signs in ({}, {sign: 1.0 for table in SIGNATURES.exact.values() for sign in table}):
+        assert math.isfinite(SIGNATURES.log_odds(scores(loss=5.0), frozenset(signs)))
 
 
 def test_posteriors_sum_to_one_and_give_the_odds() -> None:

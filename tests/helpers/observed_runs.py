@@ -57,13 +57,15 @@ def raised_in(
     points: int = 22,
     at: int = 15,
     factors: Mapping[str, float] | None = None,
+    cut: str | None = None,
     manager: AlertManager | None = None,
     **event: Any,
 ) -> list[tuple[int, Alert]]:
-    """Everything that is raised in a run; from `at` on, an event: `factors` of resonances, the rest of the context."""
+    """Everything that is raised in a run; from `at` on, an event: `factors` and `cut` of `snapshot`, the rest of the
+    context."""
     rng, manager, past, raised = random.Random(seed), manager or AlertManager(), list[Snapshot](), []
     for i in range(points):
-        now = snapshot(i, rng, dict(factors) if factors and i >= at else None)
+        now = snapshot(i, rng, dict(factors) if factors and i >= at else None, cut if i >= at else None)
         happened: dict[str, Any] = event if i >= at else {}
         raised += [(i, alert) for alert in manager.update(now, past, context(i, rng, **happened))]
         past.append(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import types
 import weakref
 from collections import deque
@@ -186,6 +187,11 @@ class RecordingLogger(Logger):
         super().__init__()
         self.rows: list[tuple[dict[str, Any], int | None]] = []
         self._experiment = Experiment()
+        self._folder = tempfile.TemporaryDirectory()
+
+    @property
+    def save_dir(self) -> str:
+        return self._folder.name
 
     @property
     def name(self) -> str:

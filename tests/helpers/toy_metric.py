@@ -26,7 +26,6 @@ TOY = PairMetric(
     compute=spectral_norm,
     alert=AlertSpec(
         threshold=8.0,
-        family_threshold=4.0,
         smallest_change=0.25,
         rise="the toy metric rises in tests only",
         fall="the toy metric falls in tests only",

@@ -498,9 +498,12 @@ def test_tensorboard_layout_of_the_user_is_kept(tmp_path: Path) -> None:
     assert found.layouts() == [{"mine": {"losses": ["train_loss", "val_loss"]}}]
 
 
-def test_wandb_axis_in_a_run_started_by_the_user(tmp_path: Path, quiet_wandb: None) -> None:
+def test_wandb_axis_in_a_run_started_by_the_user(
+    tmp_path: Path, quiet_wandb: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import wandb
 
+    monkeypatch.chdir(tmp_path)  # where W&B's runs have their checkpoints, and their history
     monitor = CurvatureMonitor(heatmaps=False, initial=False, log_key_prefix="x/")
     with wandb.init(project="curvmon", dir=tmp_path) as begun:
         fit(monitor, logger=WandbLogger(experiment=begun))

@@ -27,8 +27,17 @@ pytestmark = pytest.mark.slow
 QUIET = 12
 """epochs before the event"""
 AFTER = 3
-LOGGED = "batch norm statistics reset and frozen"
-"""the event whose run is logged everywhere"""
+LOGGED = "half of a layer's weights zeroed"
+"""the event whose run is logged everywhere; resumed from a checkpoint, its weights and settings are the same"""
+CAUSES = {
+    "learning rate x 20": "learning rate",
+    "half of a layer's weights zeroed": "weights zeroed",
+    "batch norm statistics reset and frozen": "statistics",
+    "skip connection cut": "forward pass",
+    "activation exchanged": "forward pass",
+    "data shifted": "inputs",
+}
+"""of the events whose cause is clear"""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +69,7 @@ def test_a_quiet_run_raises_none(quiet: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:curvmon. not measured")
 @pytest.mark.parametrize("event", EVENTS)
-def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, disturbed: Any, quiet: Any) -> None:
+def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, disturbed: Any) -> None:
     monitor = disturbed(event)
     (alert,) = monitor.alerts
     steps = [snapshot.step for snapshot in monitor.snapshots]
@@ -73,33 +82,31 @@ def test_every_event_gives_exactly_one_alert_in_the_right_place(event: str, dist
     elif place is None:
         assert alert.kind == "jump"
     else:
-        nodes = list(quiet[1].history[0].nodes)
-        at = nodes.index(f"model.{place}")
-        across = {f"{nodes[i]}--{nodes[j]}" for i in range(at) for j in range(at, len(nodes))}
-        assert alert.where in across
+        assert alert.where == alert.places[0][0] and f"{alert.where}.".startswith(f"model.{place}.")
         assert f"model.{place}" in alert.message
-        assert f"{place}" in alert.headline
     assert len(alert.headline) < 80 and alert.headline.endswith(f", step {alert.step}")
     assert 2 <= len(alert.evidence) <= 4 and any(" → " in point for point in alert.evidence)
     assert alert.suggestion.startswith(("Check ", "Lower ", "Go back to "))
+    assert event not in CAUSES or (alert.causes[0][0] == CAUSES[event] and alert.causes[0][1] > 0.5)
 
 
 def test_a_learning_rate_is_named_as_the_cause(disturbed: Any) -> None:
     (alert,) = disturbed("learning rate x 20").alerts
-    assert alert.headline.startswith("Learning rate x 20: the loss jumped from ")
-    assert "learning rate 0.004 → 0.08 (x 20)" in alert.message
+    assert alert.headline.startswith("Learning rate x 20: val_loss ")
+    assert "learning rate: 0.004 → 0.08" in alert.evidence
+    assert alert.suggestion.startswith("Lower the learning rate")
 
 
-def test_changed_operations_are_named(disturbed: Any) -> None:
+def test_changed_operations_and_settings_are_named(disturbed: Any) -> None:
     (cut,), (exchanged,) = (disturbed(event).alerts for event in ("skip connection cut", "activation exchanged"))
     assert "operations of model.blocks.2: 1 fewer Add" in cut.message
-    assert "operations of model.blocks.1: 2 fewer Relu, 2 more Tanh" in exchanged.message
+    assert "model.blocks.1.activation.class: ReLU → Tanh" in exchanged.message
 
 
-def test_the_tensor_that_shrank_is_named(disturbed: Any) -> None:
+def test_the_tensor_that_was_zeroed_is_named(disturbed: Any) -> None:
     (alert,) = disturbed("half of a layer's weights zeroed").alerts
-    assert alert.headline.startswith("Weights of model.blocks.1 shrank: ")
-    assert "norm of model.blocks.1.conv1.weight " in alert.evidence[1] and " (x 0." in alert.evidence[1]
+    assert alert.headline.startswith("Weights of model.blocks.1.conv1 zeroed: val_loss ")
+    assert "share of zeros in model.blocks.1.conv1.weight: 0 → 0.5" in alert.message
 
 
 @pytest.fixture(scope="module")

@@ -662,7 +662,7 @@ def described(value: Any) -> Any:
     """The attributes of objects of curvmon, nested; bound methods by their names, as each object has its own."""
     if inspect.ismethod(value):
         return value.__qualname__
-    if type(value).__module__.startswith("curvmon"):
+    if type(value).__module__.startswith("curvmon") and not isinstance(value, tuple):
         return {name: described(held) for name, held in vars(value).items()}
     return {name: described(held) for name, held in value.items()} if isinstance(value, dict) else value
 

@@ -272,7 +272,7 @@ def test_state_without_alerts_is_loaded(tmp_path: Path) -> None:
 def test_unreadable_state_warns_once_and_is_ignored(tmp_path: Path) -> None:
     run(CurvatureMonitor(), epochs=2, save=tmp_path / "a.ckpt")
     for changes in (
-        {"alerts": {"network": 3}},
+        {"alerts": {"events": 3}},
         {"history": [{"step": 1}]},
         {"alerts": {"raised": [{}]}},
         {"budget": None},

@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.nn.functional as F
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.alert_runs import EVENTS, Event
 from curvmon import CurvatureMonitor
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.measurement import Outcome, attempt
 from tests.helpers.budgets import monitor_with
+from tests.helpers.differentiated_once import Apply, KinkedOnce
 from tests.helpers.disturbed_runs import fit
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.lightning_runs import QUIET, run, trained
-from tests.helpers.module_zoo import BATCH, FRAMES, REGRESSION, REGRESSION_VAL, Regression, SpeechRecogniser
+from tests.helpers.module_zoo import BATCH, REGRESSION, REGRESSION_VAL, Lit, Regression
 
 EPOCHS, AT = 14, 10
 
@@ -129,12 +132,26 @@ def test_a_buffer_that_was_infinite_from_the_beginning_is_none_of_our_business()
     assert alert.kind == "not_finite" and "buffer 'mean'" in alert.message and alert.epoch == 2
 
 
+class Kinked(Lit):
+    """No second derivative between the layers, and no differences of gradients across its kinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kinks = nn.Linear(6, 64), Apply(KinkedOnce.apply)
+        self.second, self.smooth, self.head = nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(self.smooth(self.second(self.kinks(self.first(x))))), y)
+
+
 def test_a_run_that_cannot_be_measured_still_has_vital_signs() -> None:
-    """CTC has no second derivative, and pairs of layers need one."""
-    monitor = CurvatureMonitor(eigenvalues=0)
-    loaders = DataLoader(FRAMES, BATCH), DataLoader(FRAMES, BATCH)
-    (said,) = trained(SpeechRecogniser(), monitor, loaders, max_epochs=3)
-    assert said.endswith("Only vital signs from here on; training goes on")
+    torch.manual_seed(0)
+    samples = TensorDataset(torch.randn(512, 6), torch.randint(3, (512,)))
+    monitor = CurvatureMonitor(nodes=["first", "second"], eigenvalues=0, probe_size=256)
+    loaders = DataLoader(samples, 256), DataLoader(samples, 256)
+    (said,) = trained(Kinked(), monitor, loaders, max_epochs=3)
+    assert said.endswith("Only vital signs from here on; training goes on") and "KinkedOnce" in said
     assert not monitor.history and len(monitor.snapshots) == 4
     assert all(math.isfinite(s.loss) for s in monitor.snapshots)
 
