@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from benchmarks.alert_recording import Recorded, load
 from curvmon.alerts.context_features import context_features
-from curvmon.alerts.event_detector import HAND
+from curvmon.alerts.event_detector import HAND, HAND_SIGNS
 from curvmon.alerts.evidence import EXACT, SOFT, FamilyScore, Forecasts, LossStart, certain_signs, family_scores
 from curvmon.alerts.features import features_of
 from curvmon.alerts.setting_changes import SettingChanges, kind_of
@@ -79,7 +79,7 @@ def _cause(run: Recorded) -> str:
 
 
 def fit(rows: Sequence[Row]) -> Signatures:
-    noise = _noise([row for row in rows if row.cause == QUIET])
+    noise = _noise([row for row in rows if row.cause == QUIET and not row.signs & HAND_SIGNS])
     events: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.cause != QUIET:
@@ -133,6 +133,8 @@ def _signs(cause: str, events: Sequence[Row]) -> dict[str, float]:
     counts = Counter(sign for row in events for sign in row.signs)
     signs = {}
     for sign, count in sorted(counts.items()):
+        if sign in HAND_SIGNS and cause not in HAND:  # by coincidence
+            continue
         if sign.endswith(SOFT):
             signs[sign] = 0.2 if cause in HAND else (count + 0.3) / (len(events) + 0.6)
         elif cause not in HAND or count > 1:
