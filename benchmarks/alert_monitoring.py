@@ -1,6 +1,6 @@
 """What a monitor sees of a run at its validations: the monitor's own functions with its default settings.
 
-Follows `curvmon.integrations.lightning.recorder` and `alerting`, without a budget: everything is measured at every
+Follows `curvmon.recorder.recorder` and `alerting`, without a budget: everything is measured at every
 validation.
 """
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from benchmarks.alert_families import Batch
 from benchmarks.alert_training import Run
 from curvmon.alerts.context import Context, context_values
-from curvmon.integrations.lightning.alerting import TrainingSignals
 from curvmon.monitor.fallbacks import Part
 from curvmon.monitor.measurement import Request, attempt
 from curvmon.monitor.process_group import Ranks
@@ -27,6 +26,7 @@ from curvmon.monitor.settings import Settings
 from curvmon.monitor.target import Target
 from curvmon.monitor.training_data import TrainingData
 from curvmon.monitor.vital_signs import Taken, VitalSignsTaker
+from curvmon.recorder.alerting import TrainingSignals
 from curvmon.records import PROBE_LOSS, Snapshot
 from curvmon.spectrum.findings import Findings
 

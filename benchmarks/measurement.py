@@ -39,7 +39,7 @@ from benchmarks.memory import peak_beyond_now
 from benchmarks.networks import Decoder, classification_loss, next_token_loss
 from benchmarks.trained import images
 from curvmon import CurvatureMonitor
-from curvmon.integrations.lightning.recorder import Recorder
+from curvmon.recorder.recorder import Recorder
 from curvmon.reporting.reporter import Report
 from tests.helpers.kernel_counts import KernelCounts
 from tests.helpers.pretend_accelerator import register, strategy, unavailable

@@ -38,6 +38,7 @@ from curvmon.version import __version__
 
 if TYPE_CHECKING:
     from curvmon.integrations.lightning.callback import CurvatureMonitor
+    from curvmon.integrations.plain import Monitor
 
 __all__ = [
     "Alert",
@@ -55,6 +56,7 @@ __all__ = [
     "InputError",
     "LossError",
     "Measurement",
+    "Monitor",
     "NodeError",
     "NonFiniteError",
     "Pair",
@@ -77,9 +79,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The callback, when it is asked for: importing Lightning takes seconds, and `measure` does not need it."""
+    """The monitors, when they are asked for: importing Lightning takes seconds, and `measure` does not need it."""
     if name == "CurvatureMonitor":
         from curvmon.integrations.lightning.callback import CurvatureMonitor
 
         return CurvatureMonitor
+    if name == "Monitor":
+        from curvmon.integrations.plain import Monitor
+
+        return Monitor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import curvmon
+from curvmon.integrations.transformers import CurvatureCallback
 from curvmon.metrics.mean_curvature import MeanCurvature
 from curvmon.metrics.pair_summaries import mean_over_pairs
 from curvmon.metrics.registry import (
@@ -26,6 +27,7 @@ from curvmon.metrics.registry import (
     register,
     unregister,
 )
+from curvmon.recorder.monitored_run import MonitoredRun
 from curvmon.reporting.dashboards import tensorboard_link, wandb_workspace
 
 PAGE = Path(__file__).with_name("api.md")
@@ -34,7 +36,7 @@ README = Path(__file__).parents[1] / "README.md"
 PACKAGE = Path(curvmon.__file__).parent
 SECTIONS: dict[str, list[str]] = {
     "Functions": ["measure", "exact", "spectrum", "stability_limit", "pulse", "load_history"],
-    "The monitor": ["CurvatureMonitor", "AlertRules", "ChangeDetector", "Sensitivity"],
+    "The monitor": ["CurvatureMonitor", "Monitor", "AlertRules", "ChangeDetector", "Sensitivity"],
     "Records": [
         "Measurement",
         "ExactMeasurement",
@@ -70,6 +72,7 @@ FURTHER = {
     "curvmon.metrics.registry.ScalarMetric": ScalarMetric,
     "curvmon.metrics.registry.AlertSpec": AlertSpec,
     "curvmon.metrics.pair_summaries.mean_over_pairs": mean_over_pairs,
+    "curvmon.integrations.transformers.CurvatureCallback": CurvatureCallback,
     "curvmon.reporting.dashboards.tensorboard_link": tensorboard_link,
     "curvmon.reporting.dashboards.wandb_workspace": wandb_workspace,
 }
@@ -84,6 +87,7 @@ ORDER = [
     "alerts",
     "monitor",
     "reporting",
+    "recorder",
     "integrations",
 ]
 _HOOK = re.compile(r"(on_|setup|state_dict|load_state_dict|state_key)")
@@ -219,7 +223,8 @@ def _close(found: list[str], code: bool) -> bool:
 def _members(item: type) -> Iterator[str]:
     """Fields with the string below them, then properties and methods with the first paragraph of theirs."""
     rows = [f"| `{field}` | {text} |" for field, text in _fields(item).items()]
-    for name, member in sorted(vars(item).items()):
+    own = (base for base in reversed(item.__mro__) if base is item or base is MonitoredRun)
+    for name, member in sorted({name: member for base in own for name, member in vars(base).items()}.items()):
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if name.startswith("_") or _HOOK.match(name) or not inspect.isfunction(function):
             continue

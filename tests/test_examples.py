@@ -18,7 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-from examples import attention_against_mlp, character_gpt, image_classifier, plain_pytorch, quickstart
+import curvmon
+from examples import (
+    attention_against_mlp,
+    character_gpt,
+    fabric,
+    image_classifier,
+    monitored_loop,
+    plain_pytorch,
+    quickstart,
+)
 from tests.helpers.time_limits import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -154,6 +163,31 @@ def test_the_gap_of_attention_is_larger_than_that_of_an_mlp(out: Path) -> None:
 def test_the_three_models_have_as_many_parameters() -> None:
     models = attention_against_mlp.Attention(), attention_against_mlp.MLP(torch.nn.GELU)
     assert len({sum(p.numel() for p in model.parameters()) for model in models}) == 1
+
+
+def test_monitor_in_a_plain_loop(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = monitored_loop.main(["--steps", "480", "--out", str(out)])
+    assert len(found.history) == 41 and [alert.step for alert in found.alerts][:1] == [324]
+    assert "step 324" in capsys.readouterr().out
+    assert (out / "report.html").exists() and list(out.glob("events.out.tfevents.*"))
+    assert len(curvmon.load_history(out).snapshots) == 41
+
+
+def test_fabric(out: Path) -> None:
+    found = fabric.main(["--steps", "40", "--out", str(out)])
+    assert [snapshot.step for snapshot in found.snapshots] == [0, 20, 40]
+    saved = torch.load(out / "last.ckpt", weights_only=True)
+    assert len(curvmon.load_history(saved).snapshots) == 3
+    assert len(curvmon.load_history(out / "digits" / "version_0").snapshots) == 3
+
+
+def test_hugging_face_trainer(out: Path) -> None:
+    pytest.importorskip("accelerate")
+    from examples import hugging_face_trainer
+
+    found = hugging_face_trainer.main(["--epochs", "1", "--passages", "200", "--out", str(out)])
+    assert [snapshot.step for snapshot in found.snapshots] == [0, 5]
+    assert list(out.rglob("events.out.tfevents.*")) and list(out.rglob("curvmon.pt"))
 
 
 def test_plain_pytorch_loop_raises_one_alert(out: Path) -> None:

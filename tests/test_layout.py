@@ -29,6 +29,7 @@ LAYERS = [
     "alerts",
     "monitor",
     "reporting",
+    "recorder",
     "integrations",
 ]
 """a package may import itself and those before it"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import InputError
 from curvmon.graph.arguments import check_arguments, check_budget, check_integer, check_number
-from curvmon.metrics.registry import pair_metric
+from curvmon.metrics.registry import pair_metric, pair_metric_names
 
 
 @dataclass(frozen=True)
@@ -40,84 +40,101 @@ class Settings:
         return not self.pairs and self.eigenvalues == 1
 
 
-def check_settings(
-    *,
-    nodes: Any,
-    metrics: Any,
-    eigenvalues: Any,
-    probe_size: Any,
-    probe_batches: Any,
-    data: Any,
-    every_n_validations: Any,
-    every_n_train_steps: Any,
-    initial: Any,
-    loss: Any,
-    output: Any,
-    max_overhead: Any,
-    pulse: Any,
-    rtol: Any,
-    log_pairs: Any,
-    heatmaps: Any,
-    alerts: Any,
-    on_alert: Any,
-    seed: Any,
-    log_key_prefix: Any,
-    verbose: Any,
-    strict: Any,
-    history_size: Any,
-) -> None:
-    """Raises InputError: which argument is wrong, and what it must be."""
-    counts = {
-        "probe_size": probe_size,
-        "probe_batches": probe_batches,
-        "history_size": history_size,
-    }
-    for name, value in counts.items():
-        check_integer(name, value, "an integer of at least 1", minimum=1)
-    intervals = {"every_n_validations": every_n_validations, "every_n_train_steps": every_n_train_steps}
-    for name, value in intervals.items():
-        if value is not None:
-            check_integer(name, value, "None or an integer of at least 1", minimum=1)
-    if every_n_validations is None and every_n_train_steps is None:
+@dataclass(frozen=True)
+class MonitorSettings:
+    """Every setting of a monitor, with its default; `CurvatureMonitor` says what each of them means.
+
+    Raises:
+        InputError: which argument is wrong, and what it must be.
+    """
+
+    nodes: Any = None
+    metrics: Any = None
+    eigenvalues: int = 5
+    probe_size: int = 32
+    probe_batches: int = 1
+    data: str = "val"
+    every_n_validations: int | None = 1
+    every_n_train_steps: int | None = None
+    initial: bool = True
+    loss: Callable[..., Any] | None = None
+    output: str | None = None
+    max_overhead: float | None = 0.05
+    pulse: bool | int = True
+    rtol: float = 0.05
+    log_pairs: bool = False
+    heatmaps: bool = True
+    alerts: bool | AlertRules = True
+    on_alert: Any = None
+    seed: int = 0
+    log_key_prefix: str = ""
+    verbose: bool = False
+    strict: bool = False
+    history_size: int = 1000
+
+    @property
+    def pair_metrics(self) -> Sequence[str]:
+        return pair_metric_names() if self.metrics is None else self.metrics
+
+    @property
+    def measured(self) -> Settings:
+        return Settings(
+            pairs=bool(self.pair_metrics),
+            nodes=[self.nodes] if isinstance(self.nodes, str) else self.nodes,
+            output=self.output,
+            rtol=self.rtol,
+            eigenvalues=self.eigenvalues,
+            seed=self.seed,
+        )
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_choices(self)
+
+
+def _check_numbers(s: MonitorSettings) -> None:
+    for name in ("probe_size", "probe_batches", "history_size"):
+        check_integer(name, getattr(s, name), "an integer of at least 1", minimum=1)
+    for name in ("every_n_validations", "every_n_train_steps"):
+        if getattr(s, name) is not None:
+            check_integer(name, getattr(s, name), "None or an integer of at least 1", minimum=1)
+    if s.every_n_validations is None and s.every_n_train_steps is None:
         raise InputError("every_n_validations=None needs every_n_train_steps: else nothing is measured")
-    if not isinstance(pulse, bool):
-        check_integer("pulse", pulse, "True, False or an integer of at least 1", minimum=1)
-    check_integer("eigenvalues", eigenvalues, "an integer, 0 for none", minimum=0)
-    if data not in ("val", "train"):
-        raise InputError(f'data must be "val" or "train", not {data!r}')
-    if isinstance(metrics, str):
-        raise InputError(f"metrics must be a list, [{metrics!r}] say, not {metrics!r}")
-    for metric in metrics:
-        pair_metric(metric)  # raises for names that are not registered
-    if not metrics and not eigenvalues:
-        raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
-    if max_overhead is not None:
-        check_number("max_overhead", max_overhead, "None or a share of the training time")
-        if max_overhead > 1:
+    if not isinstance(s.pulse, bool):
+        check_integer("pulse", s.pulse, "True, False or an integer of at least 1", minimum=1)
+    check_integer("eigenvalues", s.eigenvalues, "an integer, 0 for none", minimum=0)
+    if s.max_overhead is not None:
+        check_number("max_overhead", s.max_overhead, "None or a share of the training time")
+        if s.max_overhead > 1:
             raise InputError(
-                f"max_overhead={max_overhead:g} is more than the training itself; it is a share of it: 0.05 for five "
+                f"max_overhead={s.max_overhead:g} is more than the training itself; it is a share of it: 0.05 for five "
                 "percent, None for no limit"
             )
-    switches = {
-        "initial": initial,
-        "log_pairs": log_pairs,
-        "heatmaps": heatmaps,
-        "verbose": verbose,
-        "strict": strict,
-    }
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise InputError(f"{name} must be True or False, not {value!r}")
-    if not isinstance(log_key_prefix, str):
-        raise InputError(f'log_key_prefix must be a string, "probe/" say, not {log_key_prefix!r}')
-    if not isinstance(alerts, (bool, AlertRules)):
-        raise InputError(f"alerts must be True, False or AlertRules(...), not {alerts!r}")
-    if not (on_alert is None or on_alert in ("stop", "checkpoint") or callable(on_alert)):
-        raise InputError(f'on_alert must be a callable, "stop", "checkpoint" or None, not {on_alert!r}')
-    if on_alert is not None and alerts is False:
-        raise InputError(f"on_alert={on_alert!r} needs alerts, and alerts=False switches them off")
-    check_budget(rtol, None, seed)
-    check_arguments(nn.Identity(), _nothing if loss is None else loss, nodes, output, 0)
+
+
+def _check_choices(s: MonitorSettings) -> None:
+    if s.data not in ("val", "train"):
+        raise InputError(f'data must be "val" or "train", not {s.data!r}')
+    if isinstance(s.metrics, str):
+        raise InputError(f"metrics must be a list, [{s.metrics!r}] say, not {s.metrics!r}")
+    for metric in s.pair_metrics:
+        pair_metric(metric)  # raises for names that are not registered
+    if not s.pair_metrics and not s.eigenvalues:
+        raise InputError("metrics=[] and eigenvalues=0: there is nothing to measure")
+    for name in ("initial", "log_pairs", "heatmaps", "verbose", "strict"):
+        if not isinstance(getattr(s, name), bool):
+            raise InputError(f"{name} must be True or False, not {getattr(s, name)!r}")
+    if not isinstance(s.log_key_prefix, str):
+        raise InputError(f'log_key_prefix must be a string, "probe/" say, not {s.log_key_prefix!r}')
+    if not isinstance(s.alerts, (bool, AlertRules)):
+        raise InputError(f"alerts must be True, False or AlertRules(...), not {s.alerts!r}")
+    if not (s.on_alert is None or s.on_alert in ("stop", "checkpoint") or callable(s.on_alert)):
+        raise InputError(f'on_alert must be a callable, "stop", "checkpoint" or None, not {s.on_alert!r}')
+    if s.on_alert is not None and s.alerts is False:
+        raise InputError(f"on_alert={s.on_alert!r} needs alerts, and alerts=False switches them off")
+    check_budget(s.rtol, None, s.seed)
+    loss = _nothing if s.loss is None else s.loss
+    check_arguments(nn.Identity(), loss, s.measured.nodes, s.output, 0)
 
 
 def _nothing(model: Any, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Delivers alerts and notices to the Python log and to the Trainer's loggers, each with prefix, headline and level.
+"""Delivers alerts and notices to the Python log and to the loggers of a run, each with prefix, headline and level.
 
 | sink | an alert | a notice |
 |---|---|---|
@@ -39,10 +39,10 @@ _HTML = re.compile(r"<(?=\S)|&(?=[\w#])")
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9_./ -]")
 
 
-def deliver_alert(trainer: Any, alert: Alert, keys: Keys) -> None:
+def deliver_alert(loop: Any, alert: Alert, keys: Keys) -> None:
     """On rank 0. A logger that fails is a warning."""
     log.log(LEVELS[alert.level], "%s", "\n  ".join([title(alert, keys), *alert.details]))
-    for logger in trainer.loggers:
+    for logger in loop.loggers:
         deliver = _SINKS.get(kind_of(logger))
         try:
             if deliver is not None:

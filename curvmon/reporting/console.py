@@ -20,9 +20,9 @@ Tick = Callable[[int], None]
 """takes the number of Hessian-vector products that were just computed"""
 
 
-def print_line(trainer: Any, line: str) -> None:
+def print_line(loop: Any, line: str) -> None:
     """A terminal that has no λ shows a question mark; one that is closed shows nothing."""
-    bar = trainer.progress_bar_callback
+    bar = loop.progress_bar_callback
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     line = line.encode(encoding, errors="replace").decode(encoding)
     with suppress(Exception):
@@ -49,12 +49,12 @@ def summary(snapshot: Snapshot) -> str:
 
 
 @contextmanager
-def progress(trainer: Any, total: int | None) -> Iterator[Tick]:
+def progress(loop: Any, total: int | None) -> Iterator[Tick]:
     """A progress bar for measurements that take longer than `DELAY`, next to Lightning's own: Rich's or tqdm's.
 
     Yields a function to call after Hessian-vector products. `total` is how many the last measurement took, if any.
     """
-    display = _display(trainer, total)
+    display = _display(loop, total)
     if display is None:
         yield lambda products: None
         return
@@ -81,9 +81,9 @@ def progress(trainer: Any, total: int | None) -> Iterator[Tick]:
                 display.close()
 
 
-def _display(trainer: Any, total: int | None) -> _Rich | _Tqdm | None:
-    bar = getattr(trainer, "progress_bar_callback", None)
-    if bar is None or not trainer.is_global_zero or not getattr(bar, "is_enabled", False):
+def _display(loop: Any, total: int | None) -> _Rich | _Tqdm | None:
+    bar = getattr(loop, "progress_bar_callback", None)
+    if bar is None or not loop.is_global_zero or not getattr(bar, "is_enabled", False):
         return None
     if hasattr(bar, "progress"):  # RichProgressBar: a second live display would corrupt the first
         return None if bar.progress is None else _Rich(bar.progress, total)

@@ -1,4 +1,4 @@
-"""Writes numbers and pictures to the Trainer's loggers. A logger that fails never stops a run.
+"""Writes numbers and pictures to the loggers of a training loop. A logger that fails never stops a run.
 
 Loggers are recognised by the names of their classes: W&B's exists twice (pytorch_lightning and lightning), and no
 optional package is imported before there is a logger that needs it.
@@ -22,8 +22,8 @@ Draw = Callable[[], Any]
 
 
 def kind_of(logger: Any) -> str:
-    """The name of the class that a logger is, or is derived from; "other" for a user's own."""
-    names = {base.__name__ for base in type(logger).__mro__}
+    """The name of the class that a logger is, is derived from or acts as; "other" for a user's own."""
+    names = {getattr(type(logger), "acts_as", ""), *(base.__name__ for base in type(logger).__mro__)}
     supported = ("TensorBoardLogger", "WandbLogger", "CSVLogger", "MLFlowLogger")
     return next((name for name in supported if name in names), "other")
 
@@ -33,41 +33,51 @@ def takes_pictures(logger: Any) -> bool:
     return kind_of(logger) != "other" or hasattr(type(logger), "log_image")
 
 
-def run_folder(trainer: Any) -> Path | None:
+def run_folder(loop: Any) -> Path | None:
     """Where the files of a run are, on this machine: that of the first logger that has a folder for it.
 
     A logger without `log_dir` (W&B, MLflow) has the folder that Lightning makes for checkpoints. None in a bucket:
     there are no files to append to.
     """
+    if loop.folder is not None:
+        return Path(loop.folder)
     for find in (_log_dir, _checkpoints_of):
-        for logger in trainer.loggers:
+        for logger in loop.loggers:
             with suppress(Exception):  # a user's own logger
-                place = find(trainer, logger)
+                place = find(loop, logger)
                 if place and "://" not in place:
                     return Path(place)
     return None
 
 
-def _log_dir(trainer: Any, logger: Any) -> str | None:
+def _log_dir(loop: Any, logger: Any) -> str | None:
     folder = getattr(logger, "log_dir", None)
     return folder if isinstance(folder, str) else None  # Lightning's DummyLogger has a function by every name
 
 
-def _checkpoints_of(trainer: Any, logger: Any) -> str | None:
+def _checkpoints_of(loop: Any, logger: Any) -> str | None:
     """DummyLogger has no version, and no folder."""
-    folder, version = logger.save_dir or trainer.default_root_dir, logger.version
+    folder, version = logger.save_dir or loop.default_root_dir, logger.version
     if version in (None, "") or not isinstance(folder, (str, os.PathLike)):
         return None
     return os.path.join(folder, str(logger.name), version if isinstance(version, str) else f"version_{version}")
 
 
-def _name(trainer: Any, place: int) -> str:
-    kind = type(trainer.loggers[place]).__name__
-    return kind if len(trainer.loggers) == 1 else f"{kind} (logger {place + 1})"
+def _name(loop: Any, place: int) -> str:
+    kind = type(loop.loggers[place]).__name__
+    return kind if len(loop.loggers) == 1 else f"{kind} (logger {place + 1})"
+
+
+def log_place(logger: Any) -> str:
+    """`TensorBoard in lightning_logs/version_0`: which logger, and where it writes if that is a folder."""
+    name, folder = type(logger).__name__.removesuffix("Logger"), getattr(logger, "log_dir", None)
+    if not isinstance(folder, str):
+        return name
+    return f"{name} in {os.path.relpath(folder) if Path.cwd() in Path(folder).resolve().parents else folder}"
 
 
 class Loggers:
-    """All loggers of a trainer, for one monitor; remembers which of them failed."""
+    """All loggers of a training loop, for one monitor; remembers which of them failed."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -75,25 +85,26 @@ class Loggers:
         self._lost: set[int] = set()
         """places of the loggers that did not take the last numbers"""
 
-    def write(self, trainer: Any, scalars: Scalars, epoch: int, step: int) -> None:
-        for i, logger in enumerate(trainer.loggers):
-            name, kind = _name(trainer, i), kind_of(logger)
+    def write(self, loop: Any, scalars: Scalars, epoch: int, step: int) -> None:
+        for i, logger in enumerate(loop.loggers):
+            name, kind = _name(loop, i), kind_of(logger)
             values = scalars.for_logger(kind)
             if not values:  # all of them are details
                 continue
             self._guarded(f"{name} did not take the layout", set_up, logger, kind, self._keys, values.keys())
-            values["epoch"] = float(epoch)
+            if loop.counts_epochs:
+                values["epoch"] = float(epoch)
             taken = self._guarded(f"{name} did not take the numbers", _write_scalars, logger, values, step)
             (self._lost.discard if taken else self._lost.add)(i)
 
-    def draw(self, trainer: Any, pictures: Mapping[str, Draw], step: int) -> None:
+    def draw(self, loop: Any, pictures: Mapping[str, Draw], step: int) -> None:
         """Every picture is drawn once, if any logger takes pictures."""
         images: dict[str, Any] | None = None
-        for i, logger in enumerate(trainer.loggers):
+        for i, logger in enumerate(loop.loggers):
             # a lost connection would keep training waiting for every picture
             if takes_pictures(logger) and i not in self._lost:
                 images = self._images(pictures) if images is None else images
-                self._guarded(f"{_name(trainer, i)} did not take the pictures", _write_images, logger, images, step)
+                self._guarded(f"{_name(loop, i)} did not take the pictures", _write_images, logger, images, step)
 
     def _images(self, pictures: Mapping[str, Draw]) -> dict[str, Any]:
         """Height x width x RGB arrays of bytes, by key; pictures that cannot be drawn are skipped."""

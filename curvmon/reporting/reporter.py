@@ -1,9 +1,9 @@
-"""Reports a snapshot to the loggers, to `callback_metrics` and to the console."""
+"""Reports a snapshot to the loggers, to callbacks such as EarlyStopping, and to the console."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,11 @@ from curvmon.reporting.loggers import Loggers, run_folder
 from curvmon.reporting.pictures import Picture, PictureSchedule
 from curvmon.reporting.scalars import BY_DISTANCE, EIGENVALUES, Keys, heatmap_key, pulse_scalars, scalars
 
-Publish = Callable[[Any, Mapping[str, float], Iterable[str]], None]
-"""publish(trainer, scalars, stale): on every rank, for callbacks such as EarlyStopping; `stale`: keys of earlier
-scalars that were not measured this time"""
-
 
 class Report:
     """Which numbers and pictures of a snapshot are reported, and where.
+
+    What is reported goes to the loggers of a `curvmon.recorder.loop.Loop`.
 
     Args:
         metrics: names of the pair metrics.
@@ -33,11 +31,10 @@ class Report:
         heatmaps: whether figures are drawn.
         log_key_prefix: prefix of every key.
         verbose: whether every measurement is printed.
-        publish: adds scalars to `callback_metrics`.
 
     Attributes:
         schedule: whether pictures of the last snapshot are due, or have not been drawn.
-        file: `history.jsonl`, in the folder of the Trainer's loggers.
+        file: `history.jsonl`, in the folder of the loggers.
     """
 
     def __init__(
@@ -47,14 +44,12 @@ class Report:
         heatmaps: bool,
         log_key_prefix: str,
         verbose: bool,
-        publish: Publish,
     ) -> None:
         self._metrics = metrics
         self._log_pairs = log_pairs
         self._heatmaps = heatmaps
         self._keys = Keys(log_key_prefix)
         self._verbose = verbose
-        self._publish = publish
         self._loggers = Loggers(self._keys)
         self._figures = KeptFigures()
         self._published: set[str] = set()
@@ -80,13 +75,11 @@ class Report:
         """Pictures are to be drawn, and matplotlib is missing."""
         return self._heatmaps and not available()
 
-    def write(
-        self, trainer: Any, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]
-    ) -> None:
+    def write(self, loop: Any, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
         """Report the last snapshot; its pictures are left to `draw`.
 
         Args:
-            trainer: whose loggers are written to.
+            loop: whose loggers are written to.
             snapshots: of the run so far.
             alerts: of the run so far.
             fresh: those of the last snapshot.
@@ -99,48 +92,48 @@ class Report:
             values = {self._keys(PROBE_LOSS_KEY): math.nan, **values}
         # in the loggers, those of a pulse belong to its own step
         values, self._pulse = {**values, **self._pulse}, {}
-        self._publish(trainer, values, self._published - values.keys())
+        loop.publish(values, self._published - values.keys())
         self._published = set(values)
-        if trainer.is_global_zero:
-            self._loggers.write(trainer, numbers, snapshot.epoch, snapshot.step)
+        if loop.is_global_zero:
+            self._loggers.write(loop, numbers, snapshot.epoch, snapshot.step)
             if snapshot.is_full:
                 self._plan_pictures(snapshots, alerts, fresh)
             # not before the loggers: one may warn of a folder that is not empty
-            self.file.write(run_folder(trainer), [snapshot, *fresh])
+            self.file.write(run_folder(loop), [snapshot, *fresh])
             if self._verbose:
-                print_line(trainer, summary(snapshot))
+                print_line(loop, summary(snapshot))
 
-    def write_alerts(self, trainer: Any, alerts: Sequence[Alert]) -> None:
+    def write_alerts(self, loop: Any, alerts: Sequence[Alert]) -> None:
         """Add alerts to the history that come with neither a snapshot nor a pulse."""
-        if trainer.is_global_zero:
-            self.file.write(run_folder(trainer), alerts)
+        if loop.is_global_zero:
+            self.file.write(run_folder(loop), alerts)
 
-    def write_pulse(self, trainer: Any, record: PulseRecord, alerts: Sequence[Alert]) -> None:
-        """Report a pulse: to `callback_metrics`, and to the loggers as often as they take numbers of training steps.
+    def write_pulse(self, loop: Any, record: PulseRecord, alerts: Sequence[Alert]) -> None:
+        """Report a pulse: to callbacks, and to the loggers as often as they take numbers of training steps.
 
         `alerts`: those that it raised; with one, the loggers get it at once.
         """
         numbers = pulse_scalars(record).named(self._keys)
         self._pulse = numbers.for_callbacks()
-        self._publish(trainer, self._pulse, ())
+        loop.publish(self._pulse, ())
         self._published |= self._pulse.keys()
-        is_due = bool(alerts) or record.step - self._pulse_step >= trainer.log_every_n_steps
-        if trainer.is_global_zero and self._pulse and is_due:
+        is_due = bool(alerts) or record.step - self._pulse_step >= loop.log_every_n_steps
+        if loop.is_global_zero and self._pulse and is_due:
             self._pulse_step = record.step
-            self._loggers.write(trainer, numbers, record.epoch, record.step)
-        if trainer.is_global_zero:
-            self.file.write(run_folder(trainer), [record, *alerts])
+            self._loggers.write(loop, numbers, record.epoch, record.step)
+        if loop.is_global_zero:
+            self.file.write(run_folder(loop), [record, *alerts])
 
     def _plan_pictures(self, snapshots: Sequence[Snapshot], alerts: Sequence[Alert], fresh: Sequence[Alert]) -> None:
         pictures, snapshot = self._keys.named(self._pictures(snapshots, alerts, fresh)), snapshots[-1]
         serious = any(alert.level != "info" for alert in fresh)
         self.schedule.measured(pictures, snapshot.step, snapshot.seconds, serious)
 
-    def draw(self, trainer: Any) -> None:
+    def draw(self, loop: Any) -> None:
         """The pictures that have not been drawn, at the step of their measurement."""
         if self.schedule.undrawn is not None:
             pictures, step = self.schedule.undrawn
-            self._loggers.draw(trainer, {key: picture.draw for key, picture in pictures.items()}, step)
+            self._loggers.draw(loop, {key: picture.draw for key, picture in pictures.items()}, step)
 
     def _registered(self) -> list[str]:
         """Metrics may have been unregistered, and processes of `ddp_spawn` start with a fresh registry."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from curvmon import CurvatureMonitor
-from curvmon.integrations.lightning import callback
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.measurement import Attempt, MeasurementRunner, attempt
+from curvmon.recorder import monitored_run
 from tests.helpers.fake_clock import FakeClock
 
 
@@ -18,8 +18,8 @@ def monitor_with(
     budget: Budget, attempt: Attempt = attempt, kind: type[CurvatureMonitor] = CurvatureMonitor, **options: Any
 ) -> CurvatureMonitor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(callback, "Budget", lambda max_overhead: budget)
-        patch.setattr(callback, "MeasurementRunner", partial(MeasurementRunner, attempt=attempt))
+        patch.setattr(monitored_run, "Budget", lambda max_overhead: budget)
+        patch.setattr(monitored_run, "MeasurementRunner", partial(MeasurementRunner, attempt=attempt))
         return kind(**options)
 
 

@@ -8,21 +8,25 @@ from contextlib import contextmanager
 
 import pytest
 
+from curvmon.monitor.settings import MonitorSettings
+
 PATIENCE = 1200.0
 """seconds until a wait fails instead of hanging; no result depends on it"""
 
 
 @contextmanager
 def no_overhead_limit() -> Iterator[None]:
-    """`CurvatureMonitor(...)` without `max_overhead` has no limit: it skips nothing when the machine is busy.
+    """Monitors without `max_overhead` have no limit: they skip nothing when the machine is busy.
 
-    The default of the signature is replaced, so that examples and command lines have none either.
+    The default of the signatures is replaced, so that examples and command lines have none either.
     """
     from curvmon import CurvatureMonitor
 
-    optional = [p for p in inspect.signature(CurvatureMonitor.__init__).parameters.values() if p.default is not p.empty]
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in optional) and "max_overhead" in {p.name for p in optional}
-    defaults = tuple(None if p.name == "max_overhead" else p.default for p in optional)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CurvatureMonitor.__init__, "__defaults__", defaults)
+        for function in (CurvatureMonitor.__init__, MonitorSettings.__init__):
+            optional = [p for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
+            assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in optional)
+            assert "max_overhead" in {p.name for p in optional}
+            defaults = tuple(None if p.name == "max_overhead" else p.default for p in optional)
+            patch.setattr(function, "__defaults__", defaults)
         yield

@@ -368,9 +368,9 @@ def test_metric_that_is_not_registered_any_more_is_skipped_with_a_warning() -> N
     metric = registry.register(registry.PairMetric(name="gone", title="gone", compute=lambda m: (m.gn_norm, m.gn_norm)))
     published: list[dict[str, float]] = []
     names = ["coupling", metric.name]
-    report = Report(names, False, False, "", False, lambda trainer, values, stale: published.append(values))
+    report = Report(names, False, False, "", False)
     registry.unregister(metric.name)
-    trainer = SimpleNamespace(is_global_zero=False)
+    trainer = SimpleNamespace(is_global_zero=False, publish=lambda values, stale: published.append(values))
     with pytest.warns(UserWarning, match="'gone' is not registered"):
         report.write(trainer, [Snapshot(step=1, epoch=0, measurement=measured())], [], [])
     assert "curvmon_distance/coupling/1" in published[0] and not any("gone" in key for key in published[0])

@@ -150,10 +150,12 @@ def test_first_last_and_alerts_have_pictures(timed: Any, tmp_path: Path, quiet_w
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_0_has_pictures(rank: int) -> None:
-    report = Report(METRICS, False, True, "", False, publish=lambda trainer, values, stale: None)
+    report = Report(METRICS, False, True, "", False)
     report.schedule.start()
     own = PictureRecorder()
-    trainer = SimpleNamespace(is_global_zero=rank == 0, loggers=[own])
+    trainer = SimpleNamespace(
+        is_global_zero=rank == 0, loggers=[own], counts_epochs=True, folder=None, publish=lambda values, stale: None
+    )
     report.write(trainer, [Snapshot(step=7, epoch=1, measurement=synthetic_measurement(2))], [], [])
     assert report.schedule.due == (rank == 0)
     report.draw(trainer)

@@ -17,7 +17,7 @@ from tests.helpers.synthetic_runs import synthetic_alert
 
 
 def folder_of(*loggers: Any, root: Path | str = "") -> Path | None:
-    return run_folder(SimpleNamespace(loggers=list(loggers), default_root_dir=root))
+    return run_folder(SimpleNamespace(loggers=list(loggers), default_root_dir=root, folder=None))
 
 
 def test_loggers_with_a_folder(tmp_path: Path) -> None:
@@ -47,10 +47,11 @@ def test_a_bucket_is_no_folder(address: str, tmp_path: Path) -> None:
 
 
 def test_rank_zero_alone_writes(tmp_path: Path) -> None:
-    report = Report(METRICS, False, False, "", False, publish=lambda trainer, values, stale: None)
+    report = Report(METRICS, False, False, "", False)
     report.start(RunHistory())
-    trainer: Any = SimpleNamespace(is_global_zero=False, loggers=[SimpleNamespace(log_dir=str(tmp_path))])
+    trainer: Any = SimpleNamespace(is_global_zero=False, folder=None, loggers=[SimpleNamespace(log_dir=str(tmp_path))])
     trainer.log_every_n_steps = 10**9
+    trainer.publish = lambda values, stale: None
     alert = synthetic_alert(5)
 
     def write_everything() -> None:

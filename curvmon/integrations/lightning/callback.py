@@ -1,44 +1,28 @@
-"""The Lightning callback: when to measure, and what happens to the result. Hooks only, no mathematics."""
+"""The Lightning callback: which hook does what. Hooks only, no mathematics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 from curvmon.alerts.rules import AlertRules
-from curvmon.errors import CurvmonError
-from curvmon.integrations.lightning.alerting import Alerting
 from curvmon.integrations.lightning.compatibility import (
     CallbackBase,
     batches_that_stepped,
-    has_lazy_tensors,
     has_validation,
-    publish,
     ranks_may_skip_validation,
     unsupported,
 )
-from curvmon.integrations.lightning.recorder import Recorder
+from curvmon.integrations.lightning.loop import LightningLoop
 from curvmon.integrations.lightning.state_keys import StateKey, same_prefix
-from curvmon.metrics.registry import pair_metric_names
-from curvmon.monitor.budget import Budget
-from curvmon.monitor.history import History
-from curvmon.monitor.measurement import MeasurementRunner
-from curvmon.monitor.probe_batch import ProbeBatch
-from curvmon.monitor.process_group import Ranks
-from curvmon.monitor.pulse_schedule import PulseSchedule
-from curvmon.monitor.pulses import Pulses
-from curvmon.monitor.settings import Settings, check_settings
-from curvmon.records import Alert, Measurement, PulseRecord, Snapshot, Spectrum
-from curvmon.reporting.reporter import Report
+from curvmon.recorder.loop import Loop
+from curvmon.recorder.monitored_run import MonitoredRun
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-VERSION = 5
-"""version of the state in checkpoints"""
 
-
-class CurvatureMonitor(CallbackBase):
+class CurvatureMonitor(MonitoredRun, CallbackBase):
     """Measures the curvature between the layers of a network during training, and its top eigenvalues.
 
     `Trainer(callbacks=[CurvatureMonitor()])` is all it needs: layers, loss and output are found automatically. Before
@@ -118,91 +102,36 @@ class CurvatureMonitor(CallbackBase):
         strict: bool = False,
         history_size: int = 1000,
     ) -> None:
-        super().__init__()
-        self._metrics: Sequence[str] = pair_metric_names() if metrics is None else metrics
-        nodes = [nodes] if isinstance(nodes, str) else nodes
-        check_settings(
-            metrics=self._metrics,
+        super().__init__(
+            nodes=nodes,
+            metrics=metrics,
             eigenvalues=eigenvalues,
             probe_size=probe_size,
             probe_batches=probe_batches,
             data=data,
             every_n_validations=every_n_validations,
             every_n_train_steps=every_n_train_steps,
+            initial=initial,
+            loss=loss,
+            output=output,
             max_overhead=max_overhead,
             pulse=pulse,
+            rtol=rtol,
             log_pairs=log_pairs,
-            initial=initial,
             heatmaps=heatmaps,
-            verbose=verbose,
-            strict=strict,
-            log_key_prefix=log_key_prefix,
             alerts=alerts,
             on_alert=on_alert,
-            history_size=history_size,
-            rtol=rtol,
             seed=seed,
-            loss=loss,
-            nodes=nodes,
-            output=output,
+            log_key_prefix=log_key_prefix,
+            verbose=verbose,
+            strict=strict,
+            history_size=history_size,
         )
-        self._every_n_validations = every_n_validations
-        self._every_n_train_steps = every_n_train_steps
-        self._initial = initial
-        self._loss = loss
         self._prefix = log_key_prefix
-        self._strict = strict
-        settings = Settings(
-            pairs=bool(self._metrics), nodes=nodes, output=output, rtol=rtol, eigenvalues=eigenvalues, seed=seed
-        )
-        budget = Budget(max_overhead)
-        self._recorder = Recorder(
-            MeasurementRunner(settings, ProbeBatch(probe_size, probe_batches, data)),
-            budget,
-            History(history_size),
-            Alerting(alerts, on_alert, log_key_prefix),
-            Report(self._metrics, log_pairs, heatmaps, log_key_prefix, verbose, publish),
-            loss,
-            Pulses(PulseSchedule(pulse, max_overhead), budget, history_size),
-        )
-        self._ranks: Ranks | None = None
         self._was_set_up = False
-        self._active = False
-        self._loaded = False
-        self._validations = 0
-        self._measured_at: int | None = None
 
-    @property
-    def history(self) -> list[Measurement]:
-        return self._recorder.records.history
-
-    @property
-    def spectra(self) -> list[Spectrum]:
-        return self._recorder.records.spectra
-
-    @property
-    def snapshots(self) -> list[Snapshot]:
-        return list(self._recorder.history)
-
-    @property
-    def pulses(self) -> list[PulseRecord]:
-        return list(self._recorder.records.pulses)
-
-    @property
-    def alerts(self) -> list[Alert]:
-        return self._recorder.records.alerts
-
-    @property
-    def notices(self) -> list[Alert]:
-        return self._recorder.records.notices
-
-    def to_pandas(self) -> Any:
-        """A DataFrame of the run so far, one row per step, columns named like logger keys. Needs pandas."""
-        return self._recorder.records.to_pandas()
-
-    def report(self, path: Optional[str] = None) -> str:  # noqa: UP045
-        """One HTML page of the run so far, which loads nothing; written to `path` if given."""
-        return self._recorder.records.report(path)
+    def _loop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> LightningLoop:
+        return LightningLoop(trainer, pl_module, self._settings.loss)
 
     # ---- hooks: before training ----
 
@@ -214,24 +143,14 @@ class CurvatureMonitor(CallbackBase):
             raise same_prefix(self._prefix)
         if stage not in ("fit", "validate"):
             return
-        reason = unsupported(trainer, pl_module, self._loss is not None)
-        self._active = reason is None
-        if reason is not None:
-            if self._strict:
-                raise CurvmonError(f"CurvatureMonitor cannot monitor this run: {reason}")
-            self._recorder.warn(f"this run is not monitored: {reason}. Training goes on without")
-        elif self._ranks is None or self._ranks.world_size != trainer.world_size:
-            self._ranks = Ranks(trainer.world_size)
+        self._activate(unsupported(trainer, pl_module, self._settings.loss is not None), trainer.world_size)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._active:
             self._recorder.check(pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._active and trainer.global_step > 0 and not self._loaded and not len(self._recorder.history):
-            self._recorder.warn("the checkpoint has no state of this CurvatureMonitor: its history starts here")
-        self._recorder.start_training()
-        self._measured_at = None  # another fit may count its steps from 0 again
+        self._start(self._loop(trainer, pl_module))
 
     # ---- hooks: capture batches ----
 
@@ -247,28 +166,16 @@ class CurvatureMonitor(CallbackBase):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._active:
-            return
-        self._recorder.start_batch(trainer)
-        self._recorder.observe_training_batch(trainer, batch)
-        if self._initial and trainer.global_step == 0 and not len(self._recorder.history) and self._measured_at is None:
-            reason = self._why_not_initial(trainer, pl_module)
-            if reason is None:
-                self._measure(trainer, pl_module, step=batches_that_stepped(trainer))
-            else:
-                self._measured_at = trainer.global_step
-                self._recorder.warn(f"not measured before the first step: {reason}")
-        self._recorder.pulsing.before_batch(trainer, pl_module, batch)
+        self._before_batch(self._loop(trainer, pl_module), batch)
 
-    def _why_not_initial(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
+    def _why_not_initial(self, loop: Loop) -> str | None:
         """A probe batch of the two samples of a sanity check, for example, would stay for the whole run."""
         assert self._ranks is not None
-        if has_lazy_tensors(pl_module):
-            return "lazy modules get their parameters in it"
-        if self._every_n_train_steps is not None:
-            return None
-        incomplete = trainer.num_sanity_val_batches[:1] < trainer.num_val_batches[:1]
-        if not self._ranks.broadcast(trainer.enable_validation and self._recorder.probe_is_short and incomplete):
+        reason = super()._why_not_initial(loop)
+        if reason is not None or self._settings.every_n_train_steps is not None:
+            return reason
+        assert isinstance(loop, LightningLoop)
+        if not self._ranks.broadcast(self._recorder.probe_is_short and loop.sanity_check_is_incomplete):
             return None
         return (
             "the sanity check has run on too few validation samples for a probe batch; "
@@ -284,40 +191,20 @@ class CurvatureMonitor(CallbackBase):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._active:
-            assert self._ranks is not None
-            self._recorder.observe_step(trainer, pl_module, outputs)
-            self._recorder.pulsing.after_batch(trainer, pl_module, self._ranks)
-        every, step = self._every_n_train_steps, trainer.global_step
-        if self._active and every is not None and step > 0 and step % every == 0 and step != self._measured_at:
-            self._measure(trainer, pl_module, step=batches_that_stepped(trainer), validates=False)
+        self._after_batch(self._loop(trainer, pl_module), outputs)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._active and not trainer.sanity_checking and not ranks_may_skip_validation(trainer, pl_module):
-            self._on_validated(trainer, pl_module, step=batches_that_stepped(trainer))
+        if not trainer.sanity_checking and not ranks_may_skip_validation(trainer, pl_module):
+            self._after_validation(self._loop(trainer, pl_module), step=batches_that_stepped(trainer))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._active and (not has_validation(trainer) or ranks_may_skip_validation(trainer, pl_module)):
+        if not has_validation(trainer) or ranks_may_skip_validation(trainer, pl_module):
             # Lightning logs the metrics of an epoch at its last step
-            self._on_validated(trainer, pl_module, step=max(0, batches_that_stepped(trainer) - 1))
+            step = max(0, batches_that_stepped(trainer) - 1)
+            self._after_validation(self._loop(trainer, pl_module), step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._active and self._ranks is not None:
-            self._recorder.end_training(trainer, pl_module, self._ranks, batches_that_stepped(trainer))
-
-    def _on_validated(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:
-        self._validations += 1
-        every = self._every_n_validations
-        due = every is not None and self._validations % every == 0
-        if trainer.global_step != self._measured_at or trainer.global_step == 0:
-            self._measure(trainer, pl_module, step=step, due=due)
-
-    def _measure(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int, due: bool = True, validates: bool = True
-    ) -> None:
-        assert self._ranks is not None
-        if self._recorder.measure(trainer, pl_module, self._ranks, step, due=due, validates=validates):
-            self._measured_at = trainer.global_step
+        self._end(self._loop(trainer, pl_module))
 
     # ---- checkpoints ----
 
@@ -325,21 +212,3 @@ class CurvatureMonitor(CallbackBase):
     def state_key(self) -> str:
         key = f"CurvatureMonitor[{self._prefix}]" if self._prefix else "CurvatureMonitor"
         return key if self._was_set_up else StateKey(key, self, self._prefix)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Primitives, lists, dicts and tensors only, so that it can be loaded with `weights_only`."""
-        return {"version": VERSION, "validations": self._validations, **self._recorder.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """All of the state; if it cannot be read, one warning and none of it."""
-        self._loaded = True
-        reason = "is of another version" if state_dict.get("version") != VERSION else None
-        if reason is None:
-            try:
-                validations = state_dict["validations"]
-                self._recorder.load_state_dict(state_dict)
-                self._validations = validations
-            except Exception as error:
-                reason = f"cannot be read ({type(error).__name__}: {error})"
-        if reason is not None:
-            self._recorder.warn(f"the checkpoint's state of CurvatureMonitor {reason}: its history starts here")

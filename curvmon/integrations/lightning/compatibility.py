@@ -20,16 +20,12 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
 
-from curvmon.graph.nodes import check_names
+from curvmon.recorder.loop import largest_scheduled
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -81,17 +77,6 @@ def unsupported(trainer: pl.Trainer, module: pl.LightningModule, has_loss: bool)
 def _overrides(module: pl.LightningModule, name: str) -> bool:
     """A subclass of LightningModule, of whichever package, defines it."""
     return not type(module).__dict__.get(name, getattr(type(module), name)).__module__.endswith("core.module")
-
-
-def check_nodes(module: nn.Module, nodes: Sequence[str] | None) -> None:
-    """Raises NodeError for names that match no module, with the nearest ones."""
-    if nodes is not None:
-        check_names(module, list(nodes))
-
-
-def has_lazy_tensors(module: nn.Module) -> bool:
-    """Lazy modules get their parameters in the first forward pass."""
-    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def has_validation(trainer: pl.Trainer) -> bool:
@@ -152,9 +137,7 @@ def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
 def scheduled_rate(trainer: pl.Trainer) -> float | None:
     """The largest learning rate that schedulers have set last; None without any."""
     schedulers = [config.scheduler for config in getattr(trainer, "lr_scheduler_configs", ())]
-    rates = [rate for scheduler in schedulers for rate in getattr(scheduler, "_last_lr", ())]
-    numbers = [float(rate) for rate in rates if isinstance(rate, (int, float))]
-    return max(numbers, default=None)
+    return largest_scheduled(schedulers)
 
 
 def progress_of(trainer: pl.Trainer) -> float | None:
@@ -183,14 +166,6 @@ def batches_ahead(trainer: pl.Trainer) -> float | None:
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and batches < float("inf"):
         counts.append((trainer.max_epochs - trainer.current_epoch) * batches)
     return min(counts) if counts else None
-
-
-def log_place(logger: Any) -> str:
-    """`TensorBoard in lightning_logs/version_0`: which logger, and where it writes if that is a folder."""
-    name, folder = type(logger).__name__.removesuffix("Logger"), getattr(logger, "log_dir", None)
-    if not isinstance(folder, str):
-        return name
-    return f"{name} in {os.path.relpath(folder) if Path.cwd() in Path(folder).resolve().parents else folder}"
 
 
 def say(trainer: pl.Trainer, text: str) -> None:

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvmon
 from curvmon import CurvatureMonitor
 from curvmon.alerts.instability import Instability
-from curvmon.integrations.lightning import callback
 from curvmon.monitor import pulses as pulses_module
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.pulse_schedule import RESERVE, SOON, START
+from curvmon.recorder import monitored_run
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.lightning_runs import QUIET
 from tests.helpers.state_differences import RecordingLogger
@@ -470,7 +470,7 @@ class Timed(Lit):
 
 
 def test_pulses_take_one_percent_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callback, "Budget", lambda max_overhead: Budget(max_overhead, clock=Timed.clock))
+    monkeypatch.setattr(monitored_run, "Budget", lambda max_overhead: Budget(max_overhead, clock=Timed.clock))
     monitor = few(pulse=True, probe_size=8, max_overhead=0.05)
     fit(Timed(), monitor, epochs=50)
     budget = monitor._recorder.budget

@@ -1,33 +1,28 @@
-"""Pulses in a Trainer: which of its batches make an optimizer step, and where the results go."""
+"""Pulses in a training loop: which of its batches make an optimizer step, and where the results go."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-from curvmon.integrations.lightning.alerting import Alerting, largest_rate
-from curvmon.integrations.lightning.compatibility import batches_that_stepped
 from curvmon.monitor.budget import Budget
 from curvmon.monitor.measurement import Warn
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.pulses import Pulses
-from curvmon.monitor.target import Target
+from curvmon.recorder.alerting import Alerting, largest_rate
+from curvmon.recorder.loop import Loop
 from curvmon.reporting.reporter import Report
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
 
 
 class Pulsing:
-    """Follows the batches of a Trainer.
+    """Follows the batches of a training loop.
 
     Args:
         pulses: takes them.
         budget: times their reports.
         alerting: raises alerts.
-        report: writes to loggers and `callback_metrics`.
-        target: the model and its loss.
+        report: writes to the loggers.
         warn: for whatever stops pulses.
     """
 
@@ -37,26 +32,24 @@ class Pulsing:
         budget: Budget,
         alerting: Alerting,
         report: Report,
-        target: Callable[[pl.Trainer, pl.LightningModule], Target],
         warn: Warn,
     ) -> None:
         self.pulses = pulses
         self._budget = budget
         self._alerting = alerting
         self._report = report
-        self._target = target
         self._warn = warn
         self._steps = 0
-        """of the Trainer, before the batch"""
+        """of the loop, before the batch"""
         self._rate = math.nan
         self._has_stepped = False
         """an optimizer has, in this batch"""
 
-    def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> None:
-        self._steps = trainer.global_step
-        self.pulses.before_step(pl_module, batch)
+    def before_batch(self, loop: Loop, batch: Any) -> None:
+        self._steps = loop.steps
+        self.pulses.before_step(loop.model, batch)
         self._has_stepped = False
-        self._read_rate(trainer.optimizers)
+        self._read_rate(loop.optimizers)
 
     def before_optimizer_step(self, optimizer: Any) -> None:
         """A module may set the learning rate right before the step, and a scheduler changes it right after."""
@@ -68,22 +61,21 @@ class Pulsing:
         """One that is on a device only where a pulse waits for the device anyway."""
         self._rate = largest_rate(optimizers, on_host=not self.pulses.is_prepared)
 
-    def after_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule, ranks: Ranks) -> None:
+    def after_batch(self, loop: Loop, ranks: Ranks) -> None:
         """Called by all ranks together."""
-        # with manual optimization any batch may have stepped, with optimizers that the Trainer does not know, too
-        if trainer.global_step == self._steps and pl_module.automatic_optimization:
+        if loop.steps == self._steps and loop.counts_every_step:
             return
-        step, epoch = batches_that_stepped(trainer), trainer.current_epoch
+        step, epoch = loop.step, loop.epoch
         if not self.pulses.is_prepared:
             foreseen = self.pulses.skip_step(ranks, step=step, learning_rate=self._rate, warn=self._warn)
             if foreseen is not None:
                 with self._budget.reporting():
                     alerts = self._alerting.unstable(foreseen, step, epoch, ranks)
-                    self._report.write_alerts(trainer, alerts)
-                    self._alerting.deliver(trainer, alerts)
+                    self._report.write_alerts(loop, alerts)
+                    self._alerting.deliver(loop, alerts)
             return
         taken = self.pulses.after_step(
-            self._target(trainer, pl_module),
+            loop.target(),
             ranks,
             step=step,
             epoch=epoch,
@@ -95,6 +87,6 @@ class Pulsing:
         record, event = taken
         with self._budget.taking_pulse():
             alerts = [] if event is None else self._alerting.unstable(event, record.step, record.epoch, ranks)
-            self._report.write_pulse(trainer, record, alerts)
+            self._report.write_pulse(loop, record, alerts)
         with self._budget.reporting():  # which may save a checkpoint
-            self._alerting.deliver(trainer, alerts)
+            self._alerting.deliver(loop, alerts)

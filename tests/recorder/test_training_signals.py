@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from curvmon.integrations.lightning.alerting import TrainingSignals
+from curvmon.recorder.alerting import TrainingSignals
 
 
 def optimizer(rate: float) -> torch.optim.Optimizer:

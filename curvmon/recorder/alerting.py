@@ -1,11 +1,10 @@
-"""Alerts in a Trainer: gathers the context, lets rank 0 decide for all ranks, and delivers."""
+"""Alerts in a training loop: gathers the context, lets rank 0 decide for all ranks, and delivers."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +14,13 @@ from curvmon.alerts.instability import Instability
 from curvmon.alerts.manager import AlertManager
 from curvmon.alerts.rules import AlertRules
 from curvmon.errors import warn
-from curvmon.integrations.lightning.compatibility import progress_of, scheduled_rate, validation_metrics
 from curvmon.monitor.process_group import Ranks
 from curvmon.monitor.run_settings import run_settings
 from curvmon.monitor.training_data import TrainingData
+from curvmon.recorder.loop import Loop
 from curvmon.records import Alert, Snapshot
 from curvmon.reporting.alert_delivery import deliver_alert
 from curvmon.reporting.scalars import Keys
-
-log = logging.getLogger("curvmon")
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
 
 
 class TrainingSignals:
@@ -45,10 +39,10 @@ class TrainingSignals:
     def observe(
         self, outputs: Any, optimizers: Iterable[Any], accumulated: int = 1, scheduled: float | None = None
     ) -> None:
-        """`outputs` of `training_step` as `on_train_batch_end` receives them; steps without a loss are skipped.
+        """`outputs`: the loss of a step, or a mapping that has it; steps without a loss are skipped.
 
-        Lightning divides the loss by the number of batches whose gradients are accumulated. `scheduled`: the learning
-        rate that schedulers have set.
+        `accumulated`: the loss was divided by the number of batches whose gradients are accumulated. `scheduled`: the
+        learning rate that schedulers have set.
         """
         rate = largest_rate(optimizers, on_host=True)
         self._rate = max(self._rate, rate)
@@ -107,31 +101,29 @@ class Alerting:
     def notices(self) -> list[Alert]:
         return self._manager.notices
 
-    def observe_batch(self, trainer: pl.Trainer, batch: Any) -> None:
+    def observe_batch(self, loop: Loop, batch: Any) -> None:
         """Before a training step: its batch."""
-        if self._manager.enabled and trainer.is_global_zero:
+        if self._manager.enabled and loop.is_global_zero:
             self._data.observe(batch)
 
-    def observe_step(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any) -> None:
+    def observe_step(self, loop: Loop, outputs: Any) -> None:
         """After a training step: its learning rate and its loss."""
-        if self._manager.enabled and trainer.is_global_zero:
-            accumulated = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            self._signals.observe(outputs, trainer.optimizers, accumulated, scheduled_rate(trainer))
+        if self._manager.enabled and loop.is_global_zero:
+            self._signals.observe(outputs, loop.optimizers, loop.accumulated, loop.scheduled_rate)
 
     def update(
         self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
+        loop: Loop,
         snapshot: Snapshot,
         past: Sequence[Snapshot],
         norms: Mapping[Source, float],
         ranks: Ranks,
     ) -> list[Alert]:
         """The alerts that a new snapshot raises, on every rank; `norms`: of all tensors."""
-        metrics = validation_metrics(trainer) if self._manager.enabled else {}  # may be synchronized among the ranks
+        metrics = loop.validation_metrics() if self._manager.enabled else {}  # may be synchronized among the ranks
 
         def decide() -> list[Alert]:
-            rate, loss, over_schedule = self._signals.collect(trainer.optimizers)
+            rate, loss, over_schedule = self._signals.collect(loop.optimizers)
             values = context_values(norms, rate, loss)
             operations = {} if snapshot.measurement is None else snapshot.measurement.operations
             signs = {
@@ -141,7 +133,7 @@ class Alerting:
             }
             if math.isfinite(over_schedule):
                 signs["learning rate over scheduled", ""] = over_schedule
-            settings = run_settings(module, trainer.optimizers)
+            settings = run_settings(loop.model, loop.optimizers)
             return self._manager.update(snapshot, past, Context(values, operations, signs, settings))
 
         return self._broadcast(decide, ranks)
@@ -167,14 +159,14 @@ class Alerting:
         alerts = ranks.broadcast(alerts)
         return alerts if ranks.rank == 0 else self._manager.record(alerts)
 
-    def deliver(self, trainer: pl.Trainer, alerts: Sequence[Alert]) -> None:
-        if trainer.is_global_zero:
+    def deliver(self, loop: Loop, alerts: Sequence[Alert]) -> None:
+        if loop.is_global_zero:
             for alert in alerts:
-                deliver_alert(trainer, alert, self._keys)
+                deliver_alert(loop, alert, self._keys)
         serious = [alert for alert in alerts if alert.level != "info"]
         # a checkpoint is written once, whatever the number of alerts
         for alert in serious[:1] if isinstance(self._on_alert, str) else serious:
-            _run_on_alert(trainer, alert, self._on_alert)
+            _run_on_alert(loop, alert, self._on_alert)
 
     def state_dict(self) -> dict[str, Any]:
         return {"alerts": self._manager.state_dict(), "data": self._data.state_dict()}
@@ -187,54 +179,14 @@ class Alerting:
         self._data = data
 
 
-def _run_on_alert(trainer: pl.Trainer, alert: Alert, on_alert: Callable[[Alert], Any] | str | None) -> None:
+def _run_on_alert(loop: Loop, alert: Alert, on_alert: Callable[[Alert], Any] | str | None) -> None:
     """What `on_alert` asks for, on every rank; a callable is called on rank 0 only."""
     if on_alert == "stop":
-        _stop(trainer, alert)
+        loop.stop(alert)
     elif on_alert == "checkpoint":
-        _save_checkpoint(trainer, alert)
-    elif callable(on_alert) and trainer.is_global_zero:
+        loop.save_checkpoint(alert)
+    elif callable(on_alert) and loop.is_global_zero:
         try:
             on_alert(alert)
         except Exception as error:
             warn(f"on_alert raised {type(error).__name__}: {error}; training goes on")
-
-
-def _stop(trainer: pl.Trainer, alert: Alert) -> None:
-    """Lightning stops after this step or epoch, but not before `min_epochs` and `min_steps`."""
-    if trainer.should_stop or progress_of(trainer) == 1.0:  # it ends here in any case
-        return
-    trainer.should_stop = True
-    left = [
-        f"{name}={least}"
-        for name, least, done in (
-            ("min_epochs", trainer.min_epochs, trainer.current_epoch + 1),
-            ("min_steps", trainer.min_steps, trainer.global_step),
-        )
-        if least is not None and least > done
-    ]
-    reason = f"at step {alert.step}: {alert.headline}; on_alert='stop'"
-    if left:
-        verb = "is" if len(left) == 1 else "are"
-        _log(trainer, f"curvmon will stop this run once {' and '.join(left)} {verb} reached (alert {reason})")
-    else:
-        _log(trainer, f"curvmon stopped this run {reason}")
-
-
-def _save_checkpoint(trainer: pl.Trainer, alert: Alert) -> None:
-    folder = getattr(trainer.checkpoint_callback, "dirpath", None) if trainer.checkpoint_callback else None
-    folder = str(folder or trainer.default_root_dir).rstrip("/")  # not a Path: it may be the URL of a bucket
-    path = f"{folder}/curvmon-alert-step={alert.step}.ckpt"
-    try:
-        trainer.save_checkpoint(path)
-    except Exception as error:  # a full disk, for instance
-        trainer.strategy.barrier("Trainer.save_checkpoint")  # where the other ranks wait for this one
-        warn(f"no checkpoint of an alert was written ({type(error).__name__}: {error}); training goes on")
-    else:
-        _log(trainer, f"curvmon wrote {path}: {alert.headline}; on_alert='checkpoint'")
-
-
-def _log(trainer: pl.Trainer, text: str) -> None:
-    """As visible as the alert."""
-    if trainer.is_global_zero:
-        log.warning(text)

@@ -1,0 +1,1 @@
+"""Recording a run, in any training loop: measure, keep, raise alerts, report."""
