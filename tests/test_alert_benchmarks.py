@@ -80,7 +80,7 @@ def alert(
 
 
 def raising(*at: int, what: Alert | None = None) -> Find:
-    return lambda measured: [Raised(i, what or alert()) for i in at if i < len(measured)]
+    return lambda run: [Raised(i, what or alert()) for i in at if i < len(run.measured)]
 
 
 @pytest.mark.parametrize(
@@ -151,12 +151,12 @@ def test_the_first_of_two_events_is_reported_before_the_second() -> None:
 
 def test_three_sigma_waits_for_five_values_and_sees_what_is_not_finite() -> None:
     def raised_at(losses: Sequence[float]) -> list[int]:
-        return [each.at for each in three_sigma("val_loss")([seen(loss) for loss in losses])]
+        return [each.at for each in three_sigma("val_loss")(run_of(losses))]
 
     assert raised_at([*QUIET[:4], 5.0]) == []
     assert raised_at([*QUIET[:5], 5.0]) == [5]
     assert raised_at([*QUIET[:2], math.nan, 1.0]) == [2]
-    assert raised_at(QUIET) == [] and three_sigma("not logged")([seen(1.0)] * 9) == []
+    assert raised_at(QUIET) == [] and three_sigma("not logged")(run_of([1.0] * 9)) == []
 
 
 def test_stated_causes_are_compared_with_what_happened() -> None:
@@ -263,7 +263,7 @@ def test_recorded_runs_are_loaded_as_they_were(tmp_path: Path, monkeypatch: pyte
     assert now.groups[0]["lr"] == pytest.approx(5 * quiet.measured[1].groups[0]["lr"])
     assert now.snapshot.is_full and now.snapshot.vitals is not None and math.isfinite(now.snapshot.vitals.update_norm)
     assert ("metric", "val_loss") in now.context.signs and now.context.settings and len(now.trainable) == 8
-    assert all(each.at < len(both.measured) for each in alerts_of(both.measured))
+    assert all(each.at < len(both.measured) for each in alerts_of(both))
 
 
 def test_jobs_are_resumed_and_begin_with_one_of_each(tmp_path: Path) -> None:

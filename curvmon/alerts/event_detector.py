@@ -33,8 +33,9 @@ HAND = frozenset({"schedule", "batch size", "weight decay setting", "trained par
 """causes that are what the user does on purpose"""
 
 
+SCHEDULED = "scheduled rate up"
 HAND_SIGNS = frozenset(
-    {"scheduled rate up", "rate down", "batches size up", "batches size down", "weight decay setting", TRAINED}
+    {SCHEDULED, "rate down", "batches size up", "batches size down", "weight decay setting", TRAINED}
 )
 """exact signs of them"""
 
@@ -104,6 +105,8 @@ class EventDetector:
         deviations = self._forecasts.deviations(features, at)
         scores = self._damped(family_scores(deviations))
         signs = signs | certain_signs(scores, deviations) | is_high
+        if self._start.is_far_above and SCHEDULED in signs:  # a schedule that ruins the run is an accident
+            signs = (signs - {SCHEDULED}) | {"rate up"}
         self._recent = [*self._recent, scores][-RECENT:]
         odds = self._signatures.log_odds(scores, signs)
         is_own = self._is_own(scores)

@@ -119,8 +119,8 @@ def test_sensitivity_is_a_factor(seed: int) -> None:
     def count(sensitivity: float, factor: float) -> int:
         return len(run(seed, 20, AlertManager(AlertRules(sensitivity=sensitivity)), factors={"b": factor}))
 
-    assert (count(0.1, 1.8), count(1.0, 4.0), count(0.1, 4.0)) == (0, 1, 0)
-    assert count(4.0, 1.8) == 1
+    assert (count(0.1, 4.0), count(1.0, 4.0)) == (0, 1)
+    assert (count(0.1, 2.5), count(4.0, 2.5)) == (0, 1)
 
 
 @pytest.mark.parametrize(("factor", "gap", "expected"), [(4.0, 0, 1), (4.0, 30, 0), (1000.0, 5, 1)])
