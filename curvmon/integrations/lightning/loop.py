@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LightningLoop(Loop):
-    """Made anew in every hook, so that a callback keeps no reference to its Trainer.
+    """Made again in every hook, so that a callback keeps no reference to its Trainer.
 
     Args:
         loss: `loss(module, batch)`; None: the module's training_step.
