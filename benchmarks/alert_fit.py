@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +41,8 @@ INTENDED = {
 EVENTS_EXPECTED, UNCLEAR_EXPECTED = 0.02, 0.005
 """share of measurements after an event"""
 TEMPER = 0.5
+WIDTH = 120
+"""of a line of the table"""
 
 
 class Row(NamedTuple):
@@ -169,30 +171,36 @@ def source(signatures: Signatures) -> str:
     lines = [
         '"""What events look like in runs of twelve families of networks. Made by `python -m benchmarks.alert_fit`."""',
         "",
+        "# fmt: off",
         "from curvmon.alerts.signatures import Noise, Shares, Signatures",
         "",
         "SIGNATURES = Signatures(",
         "    noise={",
-        *(f"        {name!r}: Noise({noise.scale:g}, {noise.freedom:g})," for name, noise in signatures.noise.items()),
+        *_packed({name: f"Noise({noise.scale:g}, {noise.freedom:g})" for name, noise in signatures.noise.items()}, 8),
         "    },",
         "    shares={",
     ]
     for cause, families in signatures.shares.items():
-        lines += [f"        {cause!r}: {{"]
-        lines += [
-            f"            {name!r}: Shares({share.up:.3g}, {share.down:.3g})," for name, share in families.items()
-        ]
-        lines += ["        },"]
+        shares = {name: f"Shares({share.up:.3g}, {share.down:.3g})" for name, share in families.items()}
+        lines += [f"        {cause!r}: {{", *_packed(shares, 12), "        },"]
     lines += ["    },", "    priors={"]
-    lines += [f"        {cause!r}: {prior:.3g}," for cause, prior in signatures.priors.items()]
+    lines += _packed({cause: f"{prior:.3g}" for cause, prior in signatures.priors.items()}, 8)
     lines += ["    },", "    exact={"]
     for cause, signs in signatures.exact.items():
-        lines += [
-            f"        {cause!r}: {{",
-            *(f"            {sign!r}: {p:.4g}," for sign, p in signs.items()),
-            "        },",
-        ]
+        lines += [f"        {cause!r}: {{", *_packed({sign: f"{p:.4g}" for sign, p in signs.items()}, 12), "        },"]
     return "\n".join([*lines, "    },", f"    temper={signatures.temper:g},", ")", ""])
+
+
+def _packed(entries: Mapping[str, str], indent: int) -> list[str]:
+    """As many entries a line as fit."""
+    lines = [" " * indent]
+    for name, value in entries.items():
+        entry = f"{name!r}: {value},"
+        if len(lines[-1]) + len(entry) >= WIDTH and lines[-1].strip():
+            lines[-1] = lines[-1].rstrip()
+            lines.append(" " * indent)
+        lines[-1] += f"{entry} "
+    return [*lines[:-1], lines[-1].rstrip()]
 
 
 def main() -> None:

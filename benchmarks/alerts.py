@@ -199,7 +199,7 @@ def report(runs: Sequence[Recorded], others: Sequence[Recorded], with_synthetic:
     seeds = len({run.seed for run in runs})
     disturbed = len({run.seed for run in runs if run.happened})
     chosen = (
-        "What events look like was fitted to the other eleven families, for each of these anew. Thresholds were "
+        "What events look like was fitted to the other eleven families, again for each of these. Thresholds were "
         "chosen on the families for tuning; the first one or two seeds of these were looked at while the method was "
         "made."
     )

@@ -195,7 +195,7 @@ class _Training:
 
 
 class TransformersLoop(Loop):
-    """A new one in every event."""
+    """Made again in every event."""
 
     def __init__(
         self, training: _Training, loss: Callable[[Any, Any], Tensor], metrics: Mapping[str, Any] | None = None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LightningLoop(Loop):
-    """A new one in every hook, so that the callback keeps no reference to its Trainer.
+    """Made again in every hook, so that a callback keeps no reference to its Trainer.
 
     Args:
         loss: `loss(module, batch)`; None: the module's training_step.
