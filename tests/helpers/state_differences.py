@@ -182,16 +182,19 @@ class Experiment:
         self.calls.append(args)
 
 
+_FOLDER = tempfile.TemporaryDirectory()
+"""the same for two runs that are compared"""
+
+
 class RecordingLogger(Logger):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[dict[str, Any], int | None]] = []
         self._experiment = Experiment()
-        self._folder = tempfile.TemporaryDirectory()
 
     @property
     def save_dir(self) -> str:
-        return self._folder.name
+        return _FOLDER.name
 
     @property
     def name(self) -> str:

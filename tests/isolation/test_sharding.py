@@ -14,6 +14,7 @@ from torch import nn
 import curvmon
 from curvmon.isolation.sharding import refuse_sharded
 from tests.helpers.sharded_run import CALLS, PROCESSES, WAYS, batch, loss, network
+from tests.helpers.time_limits import PATIENCE
 
 EXPECTED = {
     "fully_shard": "sharded (FSDP2, fully_shard)",
@@ -30,7 +31,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(PROCESSES)]

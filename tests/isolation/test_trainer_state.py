@@ -130,8 +130,8 @@ def test_stop_requested_during_measurement_is_kept() -> None:
     """A signal handler may set it in the seconds that a measurement takes."""
 
     class Stopping(CurvatureMonitor):
-        def _measure(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-            super()._measure(trainer, *args, **kwargs)
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            super().on_train_batch_start(trainer, *args)  # the measurement before the first step
             trainer.should_stop = True
 
     def loss(module: Any, batch: Any) -> Tensor:
