@@ -126,8 +126,8 @@ def alert_of_event(
     values = _values(main, event.last)
     names = (place,) if place is not None and "{}" in advice.title else ()
     title = advice.title if names else advice.elsewhere
-    rate = next((d for d in event.deviations if d.family == "rate"), None)
-    if event.cause in ("learning rate", "schedule") and rate is not None:
+    rates = [d for d in event.deviations if d.family == "rate" and event.cause in ("learning rate", "schedule")]
+    for rate in rates:
         title = f"Learning rate {times(*_values(rate, event.last))}"
     if damage is not None or event.cause == UNCLEAR:
         text = f"{wording_of(main.family).text.format(main.where).strip()} {short(values[0])} → {short(values[1])}"
@@ -138,7 +138,8 @@ def alert_of_event(
     if event.cause == UNCLEAR and damage is None and not event.is_own:
         is_serious = event.log_odds >= CERTAIN or score >= SEVERE
     causes = [] if event.is_intended else [_in_order(event.causes)]
-    shown = _evidence(ranked, event.last, MAX_EVIDENCE - len(facts[:2]) - len(causes))
+    leading = [*rates, *([damage] if damage is not None else [])]
+    shown = _evidence([*leading, *ranked], event.last, MAX_EVIDENCE - len(facts[:2]) - len(causes))
     suggestion = INTENDED if event.is_intended else advice.suggestion
     texts = {"since": since(before, now), "checkpoint": checkpoint(before, now)}
     return Alert(
